@@ -30,6 +30,12 @@ class ParameterGroup:
         return bool(getattr(info, "shard_mesh_size", 1) > 1)
 
     @property
+    def device(self) -> torch.device:
+        """The device of the gathered parameters."""
+        found: torch.device = self._group.device
+        return found
+
+    @property
     def gather_group(self) -> dist.ProcessGroup:
         """The group of the next all-gather, which depends on how the parameters are sharded now."""
         found: dist.ProcessGroup = self._group._all_gather_process_group

@@ -103,7 +103,7 @@ def use(
     job = runtime.current()
     if buffers is None:
         buffers = results_at_a_time(model)
-    problem = _problem(groups, buffers, all_gather, reduce_scatter)
+    problem = _problem(groups, job.device, buffers, all_gather, reduce_scatter)
     given: dict[str, Any] = {
         "buffers": buffers,
         "all_gather": all_gather,
@@ -120,7 +120,11 @@ def use(
 
 
 def _problem(
-    groups: Sequence[ParameterGroup], buffers: Any, all_gather: Any, reduce_scatter: Any
+    groups: Sequence[ParameterGroup],
+    device: torch.device,
+    buffers: Any,
+    all_gather: Any,
+    reduce_scatter: Any,
 ) -> Exception | None:
     """Return what is wrong on this rank, which the other ranks are told; None if nothing is."""
     try:
@@ -133,6 +137,11 @@ def _problem(
                 known = ", ".join(spec.names)
                 raise ValueError(f"{name} must be one of auto, {known}; got {value!r}")
         for group in groups:
+            if group.device != device:
+                raise ValueError(
+                    f"model must be sharded on {device}, where tdcoll's symmetric memory is; got "
+                    f"module {group.name!r} on {group.device}"
+                )
             _check_collectives(group)
     except (TypeError, ValueError) as error:
         return error

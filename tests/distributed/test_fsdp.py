@@ -98,7 +98,7 @@ def test_the_plan_is_what_fsdp_sends(
     (group,) = plan.groups
     assert (group.ranks, group.modules, group.buffers) == ((0, 1, 2, 3), 3, 2)
     assert len(gathers.outputs) == 5
-    assert len(scatters.outputs) == 2 if frozen else 3
+    assert len(scatters.outputs) == (2 if frozen else 3)
     assert group.gathered_bytes == max(gathers.outputs)
     assert group.scattered_bytes == max(scatters.outputs)
     limits = tdcoll.memory_plan({"model": group.sizes}, world_size=WORLD)
@@ -137,6 +137,16 @@ def test_wrong_models_are_named(fake_group: None) -> None:
         fsdp.plan(build(), buffers=1)
     with pytest.raises(tdcoll.NotInitializedError):
         fsdp.use(build())
+
+
+def test_a_model_on_another_device_is_named(fake_group: None) -> None:
+    groups = torch_fsdp.parameter_groups(build())
+    assert fsdp._problem(groups, torch.device("cpu"), 2, "auto", "auto") is None
+    problem = fsdp._problem(groups, torch.device("cuda", 1), 2, "auto", "auto")
+    assert str(problem) == (
+        "model must be sharded on cuda:1, where tdcoll's symmetric memory is; got module '(root)' "
+        "on cpu"
+    )
 
 
 def test_this_pytorch_has_the_internals(fake_group: None) -> None:
