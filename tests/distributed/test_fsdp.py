@@ -323,8 +323,14 @@ def test_streams_are_ordered(monkeypatch) -> None:
 
 @pytest.mark.slow
 def test_training_on_four_ranks(launch: Launch) -> None:
-    """What two ranks can't show: two replicas of two shards, and resharding to two ranks."""
-    names = ("fsdp_algorithms", "fsdp_resharding", "fsdp_hybrid_sharding", "fsdp_divide_factors")
+    """What two ranks can't show: two replicas of two shards, resharding to two ranks, and several
+    meshes."""
+    names = (
+        "fsdp_resharding",
+        "fsdp_hybrid_sharding",
+        "fsdp_other_placements_and_groups",
+        "fsdp_over_tensor_parallelism",
+    )
     assert set(names) <= set(checks_of("fsdp"))
     heap = {"NVSHMEM_SYMMETRIC_SIZE": "256M"}
     done = launch("--simulate", "--nproc", "4", *program_of("fsdp"), *names, timeout=280, env=heap)

@@ -18,11 +18,23 @@ from backend_job import same
 from harness import check, device, everyone, expect, expect_raises, rank, world
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.utils.checkpoint import checkpoint
 
 import tdcoll
 from tdcoll import runtime
+from tdcoll.base.versions import version_of
 from tdcoll.distributed import fsdp
 
 WIDTH = 9
@@ -291,6 +303,63 @@ def fsdp_frozen_and_offloaded_parameters() -> None:
 
 
 @check
+def fsdp_other_placements_and_groups() -> None:
+    """Weights that are cut by columns, reduce-scatters of a group of their own, several gradients
+    on their way, and parameters of one module on two meshes; as far as this PyTorch has them."""
+
+    def by_columns(parameter: nn.Parameter) -> Shard | None:
+        divisible = parameter.dim() == 2 and parameter.shape[1] % world() == 0
+        return Shard(1) if divisible else None
+
+    compare(lambda: build(shard_placement_fn=by_columns))
+
+    def apart(model: Any) -> Any:
+        model.set_separate_reduce_scatter_group(True)
+        model.set_reduce_scatter_max_input_buffers(2)
+        return model
+
+    if hasattr(FSDPModule, "set_separate_reduce_scatter_group"):
+        calls = compare(build, prepare=apart)
+        expect(calls["reduce_scatter"] == 3 * STEPS, f"{calls}")
+    if world() != 4 or version_of(torch.__version__) < (2, 13):
+        return
+    from torch.distributed.fsdp._fully_shard import _fsdp_common as common
+
+    pairs = common.FSDPMeshInfo(hybrid_mesh(2)["shard"], shard_mesh_dim=0)
+    whole = common.FSDPMeshInfo(whole_mesh(), shard_mesh_dim=0)
+
+    def by_mesh(parameter: nn.Parameter) -> Any:
+        return common.ShardPlacementResult(None, pairs if parameter.dim() == 1 else whole)
+
+    calls = compare(lambda: build(shard_placement_fn=by_mesh))
+    expect(calls["reduce_scatter"] == 6 * STEPS, f"{calls}")
+
+
+@check
+def fsdp_over_tensor_parallelism() -> None:
+    if world() != 4:
+        return
+    mesh = hybrid_mesh(2)  # whose first dimension shards here, and whose second cuts matrices
+
+    def make() -> nn.Module:
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(WIDTH, 8), nn.ReLU(), nn.Linear(8, 3)).to(device())
+        plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        parallelize_module(model, mesh["shard"], plan)
+        fully_shard(model, mesh=mesh["replicate"])
+        return model
+
+    def same_batch(model: nn.Module, step: int) -> torch.Tensor:
+        torch.manual_seed(100 * step + rank() // 2)  # the same on ranks that share matrices
+        loss = loss_of(model, torch.randn(4, WIDTH).to(device()))
+        loss.backward()
+        return loss
+
+    calls = compare(make, same_batch)
+    expect(calls == {"all_gather": STEPS, "reduce_scatter": STEPS}, f"{calls}")
+
+
+@check
 def fsdp_state_dicts() -> None:
     """A checkpoint that one model has written goes on in the other, with the same losses."""
     model = build()
@@ -324,18 +393,18 @@ def fsdp_prefetching() -> None:
 
     def ahead(model: nn.Module, modules: int) -> nn.Module:
         for number in range(len(model) - 1):
-            following = list(model[number + 1 : number + 1 + modules])[: 3 - number]
+            following = list(model[number + 1 : number + 1 + modules])[: 2 - number]
             model[number].set_modules_to_forward_prefetch(following)
             model[number].set_modules_to_backward_prefetch(list(model[:number])[-modules:][::-1])
         return model
 
     def make() -> nn.Module:
-        return build(blocks=4)
+        return build(blocks=3)
 
     calls = compare(lambda: ahead(make(), 1))
-    expect(calls["all_gather"] == 9 * STEPS, f"{calls}")
-    compare(lambda: ahead(make(), 3))
-    model = ahead(make(), 3)
+    expect(calls["all_gather"] == 7 * STEPS, f"{calls}")
+    compare(lambda: ahead(make(), 2))
+    model = ahead(make(), 2)
     with fsdp.use(model, buffers=2):
         expect_raises(tdcoll.ContextError, lambda: train(model, steps=1), "buffers=3")
 
