@@ -71,8 +71,7 @@ class ParameterGroup:
         """Bytes of the largest result of a reduce-scatter, in which all parameters have
         gradients."""
         sizes = [
-            parameter.padded_sharded_param_size.numel()
-            * (policy.reduce_dtype or _gathered_dtype(policy, parameter)).itemsize
+            parameter.padded_sharded_param_size.numel() * _reduced_dtype(policy, parameter).itemsize
             for policy, parameter in self._parameters()
             if parameter.sharded_param.requires_grad
         ]
@@ -109,6 +108,14 @@ def _gathered_dtype(policy: Any, parameter: Any) -> torch.dtype:
         return own
     wanted: torch.dtype = policy.param_dtype
     return wanted
+
+
+def _reduced_dtype(policy: Any, parameter: Any) -> torch.dtype:
+    found: torch.dtype | None = policy.reduce_dtype
+    if found is None:
+        # From PyTorch 2.15 on, gradients are reduced in the dtype in which they are kept.
+        found = getattr(parameter, "sharded_grad_dtype", None)
+    return _gathered_dtype(policy, parameter) if found is None else found
 
 
 def default_collectives() -> tuple[Any, Any]:

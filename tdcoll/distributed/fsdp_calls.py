@@ -14,28 +14,30 @@ so all ranks choose the same one, because they make the same calls in the same o
 an all-gather in place needs: the buffer has the same offset on every rank. An allocation for which
 no call has come (a copy failed in between) doesn't count.
 
-**Who writes, who waits.** Three write to a buffer: the copy-in, to this rank's own segment; pulls
-by copy engines, or peers' stores, to the others; and both only for the call of whose turn it is.
-Peers store, or are pulled from, only when all ranks have entered the call
-(:mod:`tdcoll.primitives.copies`, :mod:`tdcoll.collectives.exchange`), hence after the copy-in of
-each.
+**Who writes, who waits.** The copy-in writes this rank's own segment of a buffer. The call writes
+the other segments: this rank's copy engines pull them, or peers store them. Either begins when the
+ranks have entered the call (:mod:`tdcoll.primitives.copies`, :mod:`tdcoll.collectives.exchange`),
+and a rank enters it behind its copy-in.
 
-**Why a buffer may be used again.** Its last call was k, and call k + n comes now. On this rank:
-the pulls of call k and the peers' pulls of it are over when call k is, and the stream that gets the
-buffer waits for an event behind call k. The copy out of it is over: FSDP2 has dropped the memory,
-which the ring sees by a weak reference to its storage, and FSDP2's rule is that of PyTorch's
-allocator, that what is dropped may be used again on the stream that allocated it, in order. If
-another stream gets the buffer, it waits for that stream first. On a peer: its buffer is written by
-call k + n only when that peer has entered the call, behind its own copy-in. If FSDP2 still holds
-the memory, the ring raises an error, because waiting wouldn't help and any other buffer might not
-be the one that the peers use.
+**Why a buffer may be used again.** Its last call was k, and call k + n comes now.
+
+- Call k is over, because the stream that gets the buffer waits for an event behind it. Call k ends
+  when this rank has pulled from all peers and all peers have pulled from this rank.
+- The copy out of the buffer is over, because FSDP2 has dropped the memory. The ring sees that by a
+  weak reference to its storage. FSDP2 keeps the rule of PyTorch's allocator: memory that is dropped
+  may be used again, in order, on the stream that allocated it. If another stream gets the buffer,
+  it waits for that stream first.
+- A peer's buffer is written when that peer has entered call k + n, behind its own copy-in.
+
+If FSDP2 still holds the memory, the ring raises an error. To wait wouldn't help, and the peers use
+this buffer and no other.
 
 **Reduce-scatters** need no ring: their data lands in the inbox of their context, so their input and
 output are memory of PyTorch's allocator. (The output becomes the gradient, which lives on.)
 
 **Two contexts.** An all-gather that is prefetched and a reduce-scatter may be in flight together.
 Each has a context with its own thread blocks and its own order of launches, so neither waits for
-the other. FSDP2 makes both from one thread in one order on all ranks.
+the other. FSDP2 makes the calls of both in one order on all ranks.
 """
 
 from __future__ import annotations
@@ -138,8 +140,8 @@ class Ring:
             current = torch.cuda.current_stream(ctx.device)
             if buffer.gathered is not None:
                 current.wait_event(buffer.gathered)
-                if current != buffer.stream:
-                    current.wait_stream(buffer.stream)
+            if buffer.stream is not None and current != buffer.stream:
+                current.wait_stream(buffer.stream)
             buffer.stream = current
         # Views of one tensor share its storage, and this memory is to be dropped by itself.
         make: Any = torch._C._construct_storage_from_data_pointer

@@ -309,6 +309,12 @@ def test_streams_are_ordered(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
     ring.allocate(8, torch.float32)
     assert said == []
+    current = Stream("prefetch")  # that call has failed, and another stream makes it
+    ring.allocate(8, torch.float32)
+    assert said == [("prefetch", "stream", "copy-in")]
+    said.clear()
+    current = Stream("copy-in")
+    ring._buffers[0].stream = current
     ring._buffers[0].gathered = "behind call 0"
     ring.allocate(8, torch.float32)
     assert said == [("copy-in", "event", "behind call 0")]
