@@ -53,8 +53,8 @@ class CallPolicy:
 
 
 GATHER = CallPolicy(inbox_bytes=256 << 10, lamport_bytes=0, blocks=0, copies_from=512 << 10)
-"""All-gathers. Because large ones land in the caller's buffer, the inbox is only for small ones. They
-need few thread blocks, because copy engines move the data."""
+"""All-gathers. Because large ones land in the caller's buffer, the inbox is only for small ones.
+They need few thread blocks, because copy engines move the data."""
 
 SCATTER = CallPolicy(inbox_bytes=32 << 20, lamport_bytes=64 << 10, blocks=32, copies_from=512 << 10)
 """Reduce-scatters. On 2 H200s a copy engine moves 376 GB/s by copies of 32 MiB and 355 by copies of

@@ -115,7 +115,8 @@ class Ring:
         return self._buffers[self.calls % len(self._buffers)]
 
     def takes(self, nbytes: int) -> bool:
-        """Return whether the buffers are large enough. All ranks agree, because FSDP2 pads shards."""
+        """Return whether the buffers are large enough. All ranks agree, because FSDP2 pads
+        shards."""
         return nbytes <= self._nbytes
 
     def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:

@@ -61,7 +61,8 @@ class GroupPlan:
 
 @dataclass(frozen=True)
 class FsdpPlan:
-    """The share that a model's communication takes of each rank's symmetric heap. ``str()`` says it.
+    """The share that a model's communication takes of each rank's symmetric heap, which ``str()``
+    says.
 
     Attributes:
         groups: One entry for each set of ranks; none if every mesh has one rank.
@@ -78,8 +79,8 @@ class FsdpPlan:
         lines = [f"FSDP2 takes {byte_text(self.heap_bytes)} of the symmetric heap"]
         for group in self.groups:
             lines.append(
-                f"{group.modules} module(s) over ranks {list(group.ranks)}: {group.buffers} buffers "
-                f"of {byte_text(group.gathered_bytes)}, gradients of "
+                f"{group.modules} module(s) over ranks {list(group.ranks)}: {group.buffers} "
+                f"buffers of {byte_text(group.gathered_bytes)}, gradients of "
                 f"{byte_text(group.scattered_bytes)} per rank, {byte_text(group.heap_bytes)} in all"
             )
         return "\n".join(lines)
