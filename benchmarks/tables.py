@@ -245,7 +245,7 @@ class ResultTable:
         """Return ``(calls, sizes, by how much longer, fastest baselines)`` for each label of
         tdcoll's that a baseline beats at some size."""
         right = [row for row in self.rows if row.check == "ok" and not row.peer]
-        found = []
+        found: list[tuple[str, ...]] = []
         for label in self.layout.labels(right):
             slower = self.times[label] / self.fastest
             lost = slower[slower > 1].index

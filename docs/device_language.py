@@ -134,7 +134,9 @@ def main() -> None:
         "--stubs", action="store_true", help="for type checkers, instead of tables for docs"
     )
     options = parser.parse_args()
-    print(stubs() if options.stubs else f"{definitions() if options.full else overview()}\n", end="")
+    print(
+        stubs() if options.stubs else f"{definitions() if options.full else overview()}\n", end=""
+    )
 
 
 if __name__ == "__main__":
