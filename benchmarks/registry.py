@@ -26,6 +26,9 @@ _OTHERS = {
         "benchmarks.all_reduce_rms_norm:NormBenchmark",
         "all-reduce + residual + RMSNorm, fused and not",
     ),
+    "litmus": BenchmarkEntry(
+        "benchmarks.litmus:Litmus", "litmus tests: orders of memory that protocols rely on"
+    ),
     "matmul": BenchmarkEntry(
         "benchmarks.matmul:MatmulBenchmark",
         "matmuls that communicate, the matmul alone, and both in a row",

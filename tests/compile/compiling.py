@@ -137,7 +137,8 @@ def compile_for(
                 *("constexpr" if isinstance(of, fixed) else of for of in kind)
             )
     library = library or part_for_language(bitcode_path(arch))
-    libraries = {"libnvshmem_device": library} if needs_nvshmem(kernel) else {}
+    functions = (kernel, *constants.values())
+    libraries = {"libnvshmem_device": library} if any(map(needs_nvshmem, functions)) else {}
     hints = {
         (i,): [["tt.divisibility", 16]]
         for i, name in enumerate(kernel.arg_names)

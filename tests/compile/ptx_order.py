@@ -69,6 +69,7 @@ MEETS = r"(?<![.\w])(atom|red)\.|\bld\.(acquire|relaxed|volatile)\b"
 TABLES = {
     *("primitives.stores.release_to", "primitives.stores.release_to_all"),
     "benchmarks.kernels_signals.ping_pong",
+    "benchmarks.kernels_litmus._signal",
 }
 """Functions that load addresses between their barrier and their release. Those never change while a
 kernel runs."""
