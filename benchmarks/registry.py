@@ -38,6 +38,9 @@ _OTHERS = {
         "the sum of row-sparse tensors against what NCCL can do",
     ),
     "signal": BenchmarkEntry("benchmarks.signals:SignalBenchmark", "how long a signal takes"),
+    "soak": BenchmarkEntry(
+        "benchmarks.soak:Soak", "random sequences of all kinds of calls, with exact results"
+    ),
 }
 """The benchmarks that don't measure a dense collective. A new benchmark adds a line here."""
 
