@@ -122,7 +122,7 @@ class Soak(Experiment):
 
     @classmethod
     def heap_bytes(cls, options: SimpleNamespace, world: int) -> int:
-        return (512 << 20) if not INTERPRETED else (32 << 20)
+        return (1 << 30) if not INTERPRETED else (128 << 20)
 
     def __init__(self, options: SimpleNamespace) -> None:
         super().__init__(options)
