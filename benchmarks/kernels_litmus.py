@@ -216,9 +216,11 @@ def lamport_words(sides, side, turn, FAULT: tl.constexpr, BLOCK: tl.constexpr):
             tdl.st(parts, _value(turn, lane, part), "sys", "relaxed")
         words = here.to(tl.pointer_type(tl.int32))
         arrived = tl.zeros([BLOCK], tl.int32)
+        there = tl.cast(0, tl.int32)
         polls = tl.cast(0, tl.int32)
-        while (tl.min(arrived) == 0) & (polls < _PATIENCE):
+        while (there == 0) & (polls < _PATIENCE):
             arrived = (tdl.ld(words, "sys", "relaxed") != SENTINEL).to(tl.int32)
+            there = tdl.block_and(tl.min(arrived))
             polls += 1
         first, second, third, fourth = tdl.load_words(here, lane < BLOCK)
     else:

@@ -181,6 +181,7 @@ class Litmus(Experiment):
         hosts: ranks that have sides, of which each runs every ``hosts``-th.
         shared: the regions of all sides, in symmetric memory: uint8 ``[MAX_SIDES, REGION_BYTES]``.
         counts: int64 ``[2, MAX_SIDES]`` on the device; see :func:`kernels_litmus.play`.
+        side_streams: two streams for copies.
     """
 
     name = "litmus"
@@ -214,6 +215,7 @@ class Litmus(Experiment):
         self.monitor = tdcoll.WaitMonitor(timeout_s=_TIMEOUT_S)
         shape = (kernels.MAX_SIDES, kernels.REGION_BYTES)
         self.shared = tdcoll.zeros(shape, torch.uint8)
+        self.side_streams = [self.ranks.owner.heap.side_stream() for _ in range(2)]
         self.counts = torch.zeros(
             (2, kernels.MAX_SIDES), dtype=torch.int64, device=self.ranks.device
         )
@@ -393,9 +395,7 @@ class Litmus(Experiment):
         source = torch.full((data.shape[1],), number, dtype=torch.int64, device=data.device)
         theirs = tdcoll.peer_tensor(data, target)
         their_stamps = tdcoll.peer_tensor(stamps, target)
-        streams = [owner.heap.side_stream()]
-        if form.group == PLANTED:
-            streams.append(owner.heap.side_stream())
+        streams = self.side_streams if form.group == PLANTED else self.side_streams[:1]
         tdcoll.barrier()
         if self.alone and rank != 0:
             return

@@ -132,6 +132,7 @@ class Soak(Experiment):
         self.replayed: Counter[str] = Counter()
         self.wrong: list[tuple[int, str, torch.Tensor]] = []
         self.problem: str | None = None
+        self._found: str | None = None  # in graphs that are given up
         self._call = "nothing"
         self._delay = 0, False  # cycles, and whether the host waits rather than the GPU
         self._graphs: list[Graph] = []
@@ -365,7 +366,7 @@ class Soak(Experiment):
             replay = graph.replay
         made = Graph(replay, lane, calls, wrong, turn)
         if len(self._graphs) == _MOST_GRAPHS:
-            self._look_at_graph(self._graphs.pop(0))
+            self._found = self._found or self._look_at_graph(self._graphs.pop(0))
         self._graphs.append(made)
         return made
 
@@ -377,7 +378,7 @@ class Soak(Experiment):
             torch.cuda.synchronize()
         for lane in (*self.alone, *self.together):
             lane.ctx.check()
-        found = None
+        found = self._found
         for step, text, wrong in self.wrong:
             count = int(wrong)
             if count > 0 and found is None:

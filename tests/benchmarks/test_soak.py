@@ -14,6 +14,7 @@ import torch
 from kernel_mutants import Change, installed
 
 import tdcoll
+from benchmarks import soak, soak_calls
 from benchmarks.registry import load_result
 from benchmarks.soak import Soak
 from tdcoll import runtime
@@ -80,6 +81,36 @@ def test_the_first_wrong_result_is_named(
     assert note.endswith(": 1 wrong elements on rank 1")
     assert total.facts["steps"] < 200
     assert f"soak: rank 0: {note}" in capsys.readouterr().err
+
+
+def test_a_wrong_replay_of_a_graph_that_was_given_up_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first replay of all is wrong, and no eager call is made."""
+    spoilt: list[int] = []
+
+    class Replays(Soak):
+        def _play_together(self) -> None:
+            self._graph_step(self.together[0])
+
+        _play_alone = _play_together
+
+        def _make(self, call: Any, stream: Any) -> None:
+            pass
+
+    def count_wrong(got: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        spoilt.append(len(spoilt))
+        return torch.tensor(5 if len(spoilt) == 1 else 0)
+
+    monkeypatch.setattr(soak, "_MOST_GRAPHS", 1)
+    monkeypatch.setattr(soak, "PHASES_OF_A_LOOK", 1000)
+    monkeypatch.setattr(soak_calls, "count_wrong", count_wrong)
+    options = options_of("--steps 12 --seed 1")
+    total, *_ = World(1).run(lambda _: Replays(options).measure(lambda rows: None))[0]
+    assert len(spoilt) > 12
+    assert total.check == "WRONG"
+    assert ": replay of " in (total.note or "")
+    assert "5 wrong elements" in (total.note or "")
 
 
 def test_an_error_says_where_it_came(
