@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compile the kernels of the litmus tests for sm_90, and print what the checkers of PTX find in
-each form as JSON.
+"""Compile the kernels of the litmus tests for sm_90, and print as JSON, for each form, the problems
+that the checkers of PTX find, and the patterns of communication.
 
 Run without TRITON_INTERPRET, as ``compile_kernels.py``.
 """
@@ -30,7 +30,8 @@ def main() -> None:
         for form in test.forms:
             constants = {"PATTERN": test.pattern, "FAULT": form.fault, "BLOCK": kernels.LANES}
             compile_for(kernels.play, 90, constants, {**TYPES, "sides": sides}, num_warps=4)
-    json.dump([kernel["problems"] for kernel in ORDER], sys.stdout)
+    found = [{"problems": entry["problems"], "patterns": entry["patterns"]} for entry in ORDER]
+    json.dump(found, sys.stdout)
 
 
 if __name__ == "__main__":

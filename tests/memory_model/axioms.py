@@ -27,7 +27,8 @@ from typing import Any
 import z3
 
 SCOPES = ("cta", "gpu", "sys")
-READ, WRITE, ATOMIC, FENCE, BARRIER, OTHER = "read", "write", "atomic", "fence", "barrier", "other"
+READ, WRITE, ATOMIC, REDUCTION = "read", "write", "atomic", "reduction"
+FENCE, BARRIER, OTHER = "fence", "barrier", "other"
 STRONG = {"relaxed", "acquire", "release", "acq_rel", "sc"}
 
 
@@ -49,7 +50,7 @@ class Event:
         thread: None for the initial writes.
         place: its place in program order. Operations of one instruction have the same place, and
             nothing orders them among each other.
-        kind: READ, WRITE, ATOMIC (a read and a write), FENCE, BARRIER or OTHER.
+        kind: READ, WRITE, ATOMIC and REDUCTION (each a read and a write), FENCE, BARRIER or OTHER.
         cells: the names of the cells of memory that it accesses as a whole.
         value: what it writes to each of them.
         order: ``"weak"``, or one of :data:`STRONG`.
@@ -70,11 +71,15 @@ class Event:
 
     @property
     def reads(self) -> bool:
-        return self.kind in (READ, ATOMIC)
+        return self.kind == READ or self.is_atomic
 
     @property
     def writes(self) -> bool:
-        return self.kind in (WRITE, ATOMIC)
+        return self.kind == WRITE or self.is_atomic
+
+    @property
+    def is_atomic(self) -> bool:
+        return self.kind in (ATOMIC, REDUCTION)
 
     @property
     def accesses(self) -> bool:
@@ -146,10 +151,12 @@ def release_patterns(events: Sequence[Event]) -> list[Pattern]:
 
 
 def acquire_patterns(events: Sequence[Event]) -> list[Pattern]:
-    """8.8: ``(read, last operation)`` of each acquire pattern."""
-    found = [(one, one) for one in events if one.reads and _acquires(one)]
-    for read, last in itertools.permutations(events, 2):
-        if read.reads and read.strong and _acquires(last) and before(read, last):
+    """8.8: ``(read, last operation)`` of each acquire pattern, of which the read of a reduction is
+    none."""
+    reads = [one for one in events if one.reads and one.kind != REDUCTION]
+    found = [(one, one) for one in reads if _acquires(one)]
+    for read, last in itertools.product(reads, events):
+        if read.strong and _acquires(last) and before(read, last):
             if last.kind == FENCE or (last.accesses and last.cells == read.cells):
                 found.append((read, last))
     return found
@@ -330,7 +337,7 @@ class _Search:
             if morally_strong(write, read):
                 self._require(self.reads_from(write, read), sees)
             for atomic in self.events:
-                if atomic.kind == ATOMIC and (write, atomic) in found and (atomic, read) in found:
+                if atomic.is_atomic and (write, atomic) in found and (atomic, read) in found:
                     self._require(_all(found[write, atomic], found[atomic, read]), sees)
         return found
 
@@ -407,7 +414,7 @@ class _Search:
         self._atomicity()
         accesses = [event for event in self.program.events if event.accesses]
         # Without a dependency or an atomic, nothing leads from a read to a write.
-        if self.program.depends or any(event.kind == ATOMIC for event in accesses):
+        if self.program.depends or any(event.is_atomic for event in accesses):
             self._forbid_cycles("flow", accesses, self._flow)  # 8.10.4
         for cells in sorted({event.cells for event in accesses}):  # 8.10.5
             at_location = [event for event in accesses if event.cells == cells]
@@ -426,7 +433,7 @@ class _Search:
                 continue
             earlier = self.follows(read, write)
             self._require(_all(self.reads_from(write, read), earlier), False)
-            if read.kind == ATOMIC:
+            if read.is_atomic:
                 self._require(_all(earlier, self.co[write, read]), False)
 
     def _flow(self, one: Event, other: Event) -> Truth:

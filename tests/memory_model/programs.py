@@ -26,6 +26,7 @@ from memory_model.axioms import (
     FENCE,
     OTHER,
     READ,
+    REDUCTION,
     SCOPES,
     STRONG,
     WRITE,
@@ -36,6 +37,9 @@ from memory_model.axioms import (
     Thread,
     execution,
 )
+
+KINDS = {"ld": READ, "st": WRITE, "atom": ATOMIC, "red": REDUCTION}
+"""The kinds of memory operations."""
 
 _LINE = re.compile(r"(?:(?P<name>\w+) = )?(?P<mnemonic>[\w.:]+)(?P<operands>.*)")
 _OPERANDS = re.compile(r"\s*\[(?P<cell>[\w.]+)\](?:,\s*(?P<value>\d+))?")
@@ -127,10 +131,10 @@ def program(
                 made = [Event(line, thread, place, BARRIER, barrier=barriers)]
             elif operation in ("fence", "membar"):
                 made = [Event(line, thread, place, FENCE, order=order, scope=scope)]
-            elif operation in ("ld", "st", "atom", "red"):
+            elif operation in KINDS:
                 access = _OPERANDS.match(operands)
                 assert access, line
-                kind = {"ld": READ, "st": WRITE}.get(operation, ATOMIC)
+                kind = KINDS[operation]
                 value = int(access["value"] or 0)
                 made = [
                     Event(line, thread, place, kind, cells, value, order, scope)

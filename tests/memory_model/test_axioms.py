@@ -56,6 +56,8 @@ ACQUIRE = "r0 = ld.acquire.sys.global.b32 [flag]"
         ("r9 = atom.release.sys.global.add.u32 [flag], 1", ACQUIRE, True),
         ("red.relaxed.sys.global.add.u32 [flag], 1", ACQUIRE, False),
         ("membar.sys; st.volatile.global.b32 [flag], 1", ACQUIRE, True),
+        (RELEASE, "r0 = atom.relaxed.sys.global.add.u32 [flag], 0; fence.acq_rel.sys", True),
+        (RELEASE, "r0 = red.relaxed.sys.global.add.u32 [flag], 0; fence.acq_rel.sys", False),
     ],
 )
 def test_message_passing(release: str, acquire: str, forbidden: bool) -> None:
