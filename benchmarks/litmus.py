@@ -209,6 +209,10 @@ class Litmus(Experiment):
             arguments,
         )
 
+    @classmethod
+    def heap_bytes(cls, options: SimpleNamespace, world: int) -> int:
+        return 8 * COPIES * max(_COPY_WORDS) + (4 << 20)
+
     def __init__(self, options: SimpleNamespace) -> None:
         super().__init__(options)
         self.alone = self.ranks.topology.world_size == 1 or lifecycle.may_share_gpus()
@@ -271,7 +275,10 @@ class Litmus(Experiment):
             return "this heap has no puts"
         if test.pattern is None and simulated and form.group == PLANTED:
             return "the simulator copies at once"
-        if len(set(self.ranks.topology.nodes[: self._hosts(test)])) > 1:
+        nodes = self.ranks.topology.nodes
+        if test.pattern is not None:
+            nodes = nodes[: self._hosts(test)]
+        if len(set(nodes)) > 1:
             return "needs ranks of one node"
         return None
 

@@ -152,10 +152,11 @@ class Soak(Experiment):
             buffer = tdcoll.zeros(MOST_BYTES + 64, torch.uint8)
             return Lane(name, tdcoll.CollectiveContext(**sizes), self._new_stream(), buffer)
 
-        # The second one takes several epochs for most calls, and has no Lamport words.
+        # The second one takes several epochs for large calls, and has no Lamport words.
+        few = (64 << 10) if not INTERPRETED else 256
         self.alone = [
             lane("whole GPU", max_bytes_per_rank=capacity),
-            lane("small context", max_bytes_per_rank=1024, lamport_bytes=0),
+            lane("small context", max_bytes_per_rank=few, lamport_bytes=0),
         ]
         blocks = max(_BLOCKS, 2 * world + 2)
         self.together = [
