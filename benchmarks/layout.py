@@ -99,6 +99,7 @@ class Layout(Columns):
         x_text: label of a place.
         panel: the line and the column of panels that a row belongs to.
         bars: the picture if it has no curves, since sizes have no order; None if there are none.
+        timed: whether rows have times; without them, a report has nothing to show.
     """
 
     title: str
@@ -113,6 +114,7 @@ class Layout(Columns):
     x_text: Callable[[int], str] = "{:,}".format
     panel: Callable[[Row], tuple[str, str]] = lambda row: ("", launch_name(row))
     bars: Bars | None = None
+    timed: bool = True
 
     def size_of(self, row: Row) -> tuple[str, ...]:
         """Return the size of a row, in words."""

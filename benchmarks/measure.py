@@ -10,6 +10,8 @@ Stages, of which each is a job or a few:
     tests           the GPU tests that do not share GPUs, on all GPUs, many at a time;
                     needs pytest-xdist
     sanitizer       compute-sanitizer over a mixed run
+    litmus          litmus tests of the orders of memory
+    soak            random sequences of calls, of five seeds for a minute each
     all-reduce, reduce-scatter, all-gather, sparse, rms-norm
                     latency by size, with all peers
     heaps           the dense collectives on NVSHMEM's heap and on PyTorch's, in turns
@@ -115,6 +117,8 @@ def stages(nproc: int) -> dict[str, list[Job]]:
     return {
         "tests": [job("tests", tests)],
         "sanitizer": [job("sanitizer", sanitizer)],
+        "litmus": [bench("litmus", "litmus --seconds 5")],
+        "soak": [bench(f"soak-{seed}", f"soak --seconds 60 --seed {seed}") for seed in range(5)],
         "all-reduce": [
             bench(
                 "all-reduce", f"{reduce} --dtype bfloat16 {dense} auto,in-place --peers {_REDUCE}"

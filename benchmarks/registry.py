@@ -26,6 +26,9 @@ _OTHERS = {
         "benchmarks.all_reduce_rms_norm:NormBenchmark",
         "all-reduce + residual + RMSNorm, fused and not",
     ),
+    "litmus": BenchmarkEntry(
+        "benchmarks.litmus:Litmus", "litmus tests: orders of memory that protocols rely on"
+    ),
     "matmul": BenchmarkEntry(
         "benchmarks.matmul:MatmulBenchmark",
         "matmuls that communicate, the matmul alone, and both in a row",
@@ -35,6 +38,9 @@ _OTHERS = {
         "the sum of row-sparse tensors against what NCCL can do",
     ),
     "signal": BenchmarkEntry("benchmarks.signals:SignalBenchmark", "how long a signal takes"),
+    "soak": BenchmarkEntry(
+        "benchmarks.soak:Soak", "random sequences of all kinds of calls, with exact results"
+    ),
 }
 """The benchmarks that don't measure a dense collective. A new benchmark adds a line here."""
 

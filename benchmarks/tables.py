@@ -346,6 +346,8 @@ def markdown(head: dict[str, Any], rows: Sequence[Row], *, only: Sequence[str] =
     _check_only(only, rows)
     if any(row.launch == "simulator" for row in rows):
         raise ValueError("expected rows with times, got those of a simulated job, which has none")
+    if not registry.layout(head["benchmark"]).timed:
+        raise ValueError(f"expected rows with times, got those of {head['benchmark']}")
     parts = []
     hidden: list[str] = []
     floor_text = ""

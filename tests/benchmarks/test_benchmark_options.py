@@ -164,9 +164,16 @@ def test_the_command_is_repeated_without_what_is_local(monkeypatch: pytest.Monke
     tuned = command_line("tune", ["-o", file, "--warps", "4"], 4, False)
     assert tuned.endswith(" -m tdcoll tune --warps 4")
     assert "--nproc 4 --simulate --nnodes 2" in command_line("all_gather", [], 8, True)
+    monkeypatch.setenv("TDCOLL_SHARE_GPUS", "1")
+    assert "--share-gpus -m tdcoll bench litmus" in command_line("litmus", [], 4, False)
+    assert "--share-gpus" not in command_line("litmus", [], 4, True)
 
 
-@pytest.mark.parametrize("name", [*registry.SUBJECTS, "tune"])
+def times_calls(name: str) -> bool:
+    return not registry.benchmark(name).shares_gpus
+
+
+@pytest.mark.parametrize("name", [*filter(times_calls, registry.SUBJECTS), "tune"])
 def test_shared_gpus_have_no_times(
     name: str, tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -75,7 +75,7 @@ def test_commands_of_benchmarks_can_be_parsed(
             assert main(words[words.index("tdcoll") + 1 :]) == 0
             options = parsed[-1]
             files.add(getattr(options, "json", None) or options.output)
-    assert len(parsed) == len(files) == 22
+    assert len(parsed) == len(files) == 28
     assert {Path(file).parent for file in files} == {tmp_path}
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import ptx_divergence
 import ptx_order
+import ptx_patterns
 import torch
 import triton
 import triton.language as tl
@@ -137,7 +138,8 @@ def compile_for(
                 *("constexpr" if isinstance(of, fixed) else of for of in kind)
             )
     library = library or part_for_language(bitcode_path(arch))
-    libraries = {"libnvshmem_device": library} if needs_nvshmem(kernel) else {}
+    functions = (kernel, *constants.values())
+    libraries = {"libnvshmem_device": library} if any(map(needs_nvshmem, functions)) else {}
     hints = {
         (i,): [["tt.divisibility", 16]]
         for i, name in enumerate(kernel.arg_names)
@@ -171,6 +173,7 @@ def compile_for(
     problems = [*ptx_order.problems(ptx), *ptx_divergence.divergence(ptx)]
     seen = {"problems": problems, "of_this_gpu": ptx_order.of_this_gpu(ptx), **ptx_order.count(ptx)}
     seen["arithmetic"] = arithmetic(ptx)
+    seen["patterns"] = ptx_patterns.patterns(ptx)
     early = {"launched_early": compiled.metadata.launch_pdl, "waits_first": ptx_order.early(ptx)}
     names = {"module": kernel.__module__, "kernel": kernel.__name__, "name": compiled.metadata.name}
     ORDER.append({**names, "arch": arch, **early, **seen})

@@ -32,12 +32,13 @@ RESULTS = re.compile(r"(?:@!?%\w+\s+)?[a-z][\w.:]*\s+(\{[^}]*\}|[^,]+)")
 
 
 class Block(NamedTuple):
-    """A basic block: its instructions, its events in order, each a set of kinds, and the labels
-    that may follow."""
+    """A basic block: its instructions, its events in order, each a set of kinds, the labels that
+    may follow, and the instruction of each event."""
 
     texts: list[str]
     events: list[frozenset[str]]
     following: list[str]
+    accesses: list[str]
 
 
 def without_tma(ptx: str, blocks: dict[str, Block]) -> dict[str, Block]:

@@ -69,6 +69,7 @@ MEETS = r"(?<![.\w])(atom|red)\.|\bld\.(acquire|relaxed|volatile)\b"
 TABLES = {
     *("primitives.stores.release_to", "primitives.stores.release_to_all"),
     "benchmarks.kernels_signals.ping_pong",
+    "benchmarks.kernels_litmus._signal",
 }
 """Functions that load addresses between their barrier and their release. Those never change while a
 kernel runs."""
@@ -80,6 +81,7 @@ KINDS = {
     "control": r"\bld\.relaxed\.gpu\.global\.b64",
     "store": r"\bst\.(global|relaxed)\.",
     "load": r"\bld\.global\.(?!nc\b)",
+    "meeting": r"\bld\.acquire\.gpu\b",
     "asynchronous": r"\bcp\.(async\.(?!bulk\.(tensor|commit_group|wait_group))|reduce)|\bst\.async",
     "descriptor load": r"\bcp\.async\.bulk\.tensor\.\S*\.global\.mbarrier",
     "descriptor store": r"\bcp\.async\.bulk\.tensor\.\S*\.global\.shared",
@@ -299,7 +301,7 @@ def _all_blocks(ptx: str) -> dict[str, Block]:
         name: re.findall(r"\$L__BB\w+", labels)
         for name, labels in re.findall(r"([$\w]+):\s*\.branchtargets([^;]*);", _body(ptx))
     }
-    block, label, count = Block([], [], []), "begin", 0
+    block, label, count = Block([], [], [], []), "begin", 0
     for instruction in _instructions(ptx):
         text = instruction.text
         block.texts.append(text)
@@ -316,14 +318,15 @@ def _all_blocks(ptx: str) -> dict[str, Block]:
             if begins or text.startswith("@"):
                 block.following.append(after)
             blocks[label] = block
-            block, label = Block([], [], []), after
+            block, label = Block([], [], [], []), after
         elif jump or re.match(r"(ret|exit);", text):
             block.following.extend(tables[jump[1]] if jump else [])
             blocks[label] = block
             count += 1
-            block, label = Block([], [], []), f"after {count}"
+            block, label = Block([], [], [], []), f"after {count}"
         elif kinds := _kinds(instruction):
             block.events.append(kinds)
+            block.accesses.append(text)
     blocks[label] = block
     return blocks
 

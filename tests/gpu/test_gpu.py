@@ -276,3 +276,35 @@ def test_where_the_time_of_a_start_goes(launch: Launch, tmp_path: Path) -> None:
             if first["at_s"] <= row["at_s"] <= first["at_s"] + first["took_s"]
         ]
         assert late == [], done.stdout
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(("--nproc", "2"), marks=needs(2)),
+        pytest.param(("--nproc", "1"), id="one GPU"),
+    ],
+)
+def test_litmus_tests_show_no_weak_outcome_that_is_relied_on(
+    launch: Launch, options: tuple[str, ...], tmp_path: Path
+) -> None:
+    file = tmp_path / "litmus.json"
+    words = ["-m", "tdcoll", "bench", "litmus", "--rounds", "20000", "--json", str(file)]
+    done = launch(*options, *words, timeout=TIMEOUT_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    _, rows = load(file)
+    played = [row for row in rows if row.check == "ok"]
+    assert len(played) >= 14
+    assert all(row.facts["instances"] > 0 for row in played)
+
+
+@needs(2)
+@pytest.mark.parametrize("seed", [1, 2])
+def test_soak(launch: Launch, seed: int, tmp_path: Path) -> None:
+    file = tmp_path / "soak.json"
+    words = ["-m", "tdcoll", "bench", "soak", "--seconds", "90", "--seed", str(seed)]
+    done = launch("--nproc", str(min(GPUS, 4)), *words, "--json", str(file), timeout=TIMEOUT_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    _, rows = load(file)
+    assert rows[0].facts["eager"] > 0
+    assert rows[0].facts["replayed"] > 0

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A :class:`Benchmark` has the parts in which benchmarks differ; :func:`run` is the command."""
+"""An :class:`Experiment` is what a command measures or checks; :func:`run` is the command.
+
+A :class:`Benchmark` is an experiment that times several variants side by side.
+"""
 
 from __future__ import annotations
 
@@ -32,20 +35,20 @@ Variants = AbstractContextManager[tuple[Sequence[Variant], Callable[[], object]]
 """What is measured side by side, and a function that raises if a wait has expired."""
 
 
-class Benchmark(ABC):
-    """A benchmark that measures several variants side by side for each size.
-
-    An instance is made in a job, by all ranks.
+class Experiment(ABC):
+    """An experiment whose findings are rows. An instance is made in a job, by all ranks.
 
     Attributes:
-        name: the benchmark's name on the command line and in files.
+        name: the experiment's name on the command line and in files.
         columns: the columns of its rows.
-        options: its options, with at least ``iterations``, ``warmup`` and ``json``.
+        shares_gpus: whether it also runs if ranks share GPUs.
+        options: its options, with at least ``json``.
         ranks: the ranks of the job.
     """
 
     name: ClassVar[str]
     columns: ClassVar[Columns]
+    shares_gpus: ClassVar[bool] = False
 
     def __init__(self, options: Any) -> None:
         self.options = options
@@ -60,6 +63,22 @@ class Benchmark(ABC):
     def heap_bytes(cls, options: Any, world: int) -> int:
         """Return the bytes of symmetric heap that it needs."""
         return 1 << 20
+
+    @abstractmethod
+    def measure(self, show: Show) -> list[Row]:
+        """Return all rows. Collective.
+
+        Args:
+            show: called with some rows as soon as they are known.
+        """
+
+
+class Benchmark(Experiment):
+    """An experiment that measures several variants side by side for each size.
+
+    Attributes:
+        options: also has ``iterations`` and ``warmup``.
+    """
 
     @abstractmethod
     def sizes(self) -> Iterator[Any]:
@@ -119,11 +138,7 @@ class Benchmark(ABC):
         )
 
     def measure(self, show: Show) -> list[Row]:
-        """Return the rows of all sizes. Collective.
-
-        Args:
-            show: called with the rows of each size when they are known.
-        """
+        """Return the rows of all sizes, and show those of each size. Collective."""
         rows: list[Row] = []
         simulated = self.ranks.owner.simulated
         with contextlib.nullcontext() if simulated else LineUp() as line_up:
@@ -149,24 +164,26 @@ def refuse_shared_gpus(command: str) -> None:
         )
 
 
-def run(benchmark: type[Benchmark], arguments: Sequence[str]) -> int:
+def run(experiment: type[Experiment], arguments: Sequence[str]) -> int:
     """Join, measure, show, write, leave. Return 1 if a result was wrong.
 
-    If ranks share GPUs, the process ends with status 2. Rows are written after every size.
+    If ranks share GPUs and the experiment doesn't run then, the process ends with status 2. Rows
+    are written whenever some are shown.
     """
-    options = benchmark.parse(arguments)
-    refuse_shared_gpus(benchmark.name)
-    needed = benchmark.heap_bytes(options, int(os.environ.get("WORLD_SIZE", "1")))
+    options = experiment.parse(arguments)
+    if not experiment.shares_gpus:
+        refuse_shared_gpus(experiment.name)
+    needed = experiment.heap_bytes(options, int(os.environ.get("WORLD_SIZE", "1")))
     tdcoll.initialize(heap_bytes=max(environment.heap_bytes(INTERPRETED), needed))
     owner = runtime.current()
-    command = command_line(benchmark.name, arguments, owner.world_size, owner.simulated)
+    command = command_line(experiment.name, arguments, owner.world_size, owner.simulated)
     head = {
-        "benchmark": benchmark.name,
+        "benchmark": experiment.name,
         "command": command,
         "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "provenance": provenance(),
     }
-    columns = benchmark.columns
+    columns = experiment.columns
     is_first = owner.rank == 0
     if is_first:
         print(f"# {owner.topology().describe()}: {command}\n{columns.heading_line()}", flush=True)
@@ -185,6 +202,6 @@ def run(benchmark: type[Benchmark], arguments: Sequence[str]) -> int:
     if not owner.simulated:
         stream = torch.cuda.stream(torch.cuda.Stream())
     with stream:
-        rows = benchmark(options).measure(show)
+        rows = experiment(options).measure(show)
     tdcoll.finalize()
     return 1 if any(row.check == "WRONG" for row in rows) else 0

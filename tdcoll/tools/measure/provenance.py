@@ -21,6 +21,7 @@ import triton
 import tdcoll
 from tdcoll import runtime
 from tdcoll.base.environment import INTERNAL
+from tdcoll.job.settings import asks_to_share_gpus
 from tdcoll.tools.setenv import COMMAND
 
 _VARIABLES = ("NCCL_", "NVSHMEM_", "TDCOLL_", "TORCH_SYMM_MEM_")
@@ -116,6 +117,8 @@ def command_line(benchmark: str, arguments: Sequence[str], world: int, simulated
     emulated = os.environ.get("TDCOLL_EMULATE_NODES")
     if emulated:
         words += ["--emulate-nodes", emulated]
+    if asks_to_share_gpus() and not simulated:
+        words.append("--share-gpus")
     words += ["-m", "tdcoll"]
     name = benchmark.split()  # such as "tune matmul"
     if name[0] != "tune":
