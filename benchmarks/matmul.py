@@ -38,7 +38,7 @@ from tdcoll.tools.measure.timing import LineUp
 ALONE, COLLECTIVE, IN_A_ROW, TORCH = "cublas-alone", "nccl-alone", "nccl", "torch-fused"
 BASELINES = (ALONE, COLLECTIVE, IN_A_ROW, TORCH)
 
-_ALGORITHMS = ("auto", "fused", "one_shot", "two_shot", "composed")
+_ALGORITHMS = ("auto", "fused", "copied", "one_shot", "two_shot", "composed")
 
 _SHAPES = {
     GATHER: "128x8192x3584,512x8192x3584,2048x4096x1792,4096x8192x3584,8192x8192x1280",

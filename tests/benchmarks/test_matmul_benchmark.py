@@ -25,6 +25,15 @@ def test_everything_is_checked_and_baselines_say_why_not(rows_of: Callable[..., 
     assert rows[0].facts["took"] == "composed"
 
 
+def test_copies_are_checked_from_a_tile_of_rows_on(rows_of: Callable[..., list[Any]]) -> None:
+    options = (
+        "--operations all_gather_matmul --algorithms copied --peers= --shapes 128x32x16,64x32x16"
+    )
+    rows = rows_of(MatmulBenchmark, options, 2, heap_bytes=HEAP_BYTES)
+    assert [(row.facts["rows"], row.check) for row in rows] == [(128, "ok"), (64, "not run")]
+    assert "needs at least 64 rows of each rank; got 32" in rows[1].note
+
+
 @pytest.mark.parametrize("mistake", ["an element", "a rank"])
 def test_a_wrong_result_is_seen(
     mistake: str, monkeypatch: pytest.MonkeyPatch, rows_of: Callable[..., list[Any]]

@@ -24,6 +24,7 @@ from triton.backends.nvidia.compiler import CUDABackend, get_ptxas
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
+from tdcoll.fused.matmul.kernels_gather import Shards
 from tdcoll.fused.matmul.product import Scales, Shape, Tile, Weight
 from tdcoll.language.jit import (
     OWN_OPTIONS,
@@ -304,6 +305,7 @@ def compiled_forms(kernel) -> int:
             "shape": Shape(1 + rank, 16 * rank, rank),
             "tile": Tile(*map(tl.constexpr, (8, 8, 8, 8))),
             "extra": None,
+            "shards": Shards(rank, 1 + rank),
             "placement": Placement(16 * rank, 1 + rank, tl.constexpr(True)),
             "nodes": Nodes(table, table, table, table, rank, 1 + rank, 32 + rank),
             **{name: 8 for name in kernel.arg_names if name.isupper()},

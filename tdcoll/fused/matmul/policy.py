@@ -25,10 +25,14 @@ from tdcoll.calls.tuning import Entry, Section
 
 GATHER, SCATTER, REDUCE = NAMES = MATMULS
 
-FUSED, ONE_SHOT, TWO_SHOT, COMPOSED = "fused", "one_shot", "two_shot", "composed"
+FUSED = "fused"
+COPIED = "copied"
+ONE_SHOT = "one_shot"
+TWO_SHOT = "two_shot"
+COMPOSED = "composed"
 
 ALGORITHMS = {
-    GATHER: (FUSED, COMPOSED),
+    GATHER: (FUSED, COPIED, COMPOSED),
     SCATTER: (FUSED, COMPOSED),
     REDUCE: (ONE_SHOT, TWO_SHOT, COMPOSED),
 }
@@ -50,6 +54,18 @@ block, less two at its ends."""
 
 _LEAST_PIECE, _MOST_PIECE = 16 << 10, 512 << 10
 """Bytes of a piece of a shard."""
+
+COPIED_BYTES = 32 << 20
+"""Bytes that a rank sends in an all-gather from which copy engines send them. A push takes time of
+the multiprocessors, on one H200 0.6 to 0.8 us for each MB and peer. Copy engines take none, but the
+call has a hop and a launch more, 5 to 10 us. Whole calls have not been compared."""
+
+_LEAST_COPY = 4 << 20
+"""Bytes of a piece for a copy engine, at least: a copy of 1 MB has half the speed of the link, one
+of 4 MB three quarters."""
+
+_COPIES = 4
+"""Pieces of a shard for copy engines, at most, because the host takes a few us to queue each."""
 
 _TWO_SHOT_BYTES = 64 << 10
 """Bytes of a result from which an all-reduce of more than two ranks is two-shot."""
@@ -195,8 +211,8 @@ class MatmulPlan:
         algorithm: one of the operation's.
         cut: of the matmul, if a kernel of tdcoll's does it.
         blocks: thread blocks that multiply.
-        pushers, keepers, piece: of a gather: thread blocks that send, thread blocks that copy, and
-            bytes of a piece.
+        pushers, keepers, piece: of a gather: thread blocks that send, thread blocks that copy the
+            gathered matrix for the caller, and bytes of a piece.
         lag, stages: of a reduce-scatter.
     """
 
@@ -268,15 +284,19 @@ def plan_of(shape: MatmulShape, world: int, algorithm: str, keeps: bool) -> Matm
     if shape.name == SCATTER and algorithm == FUSED:
         whole_rows = shape.rows // world
     blocks = max(1, min(shape.multiprocessors, cut.tiles(whole_rows, shape.columns)))
-    if shape.name != GATHER or algorithm != FUSED:
+    if shape.name != GATHER or algorithm == COMPOSED:
         return MatmulPlan(algorithm, cut, blocks, lag=entry.lag, stages=entry.stages)
     shard = shape.nbytes // world
+    keepers = entry.pushers if keeps else 0
+    if algorithm == COPIED:
+        piece = max(_LEAST_COPY, -(-shard // (1024 * _COPIES)) * 1024)
+        return MatmulPlan(algorithm, cut, blocks, 0, keepers, piece)
     row_bytes = shape.depth * shape.itemsize
     least = max(_LEAST_PIECE, cut.rows * row_bytes // _TILE_PIECES, shard // MAX_CHUNKS)
     piece = max(least, min(_MOST_PIECE, shard // (4 * entry.pushers))) // 1024 * 1024 + 1024
     pieces = max(1, -(-shard // piece))
     senders = min(entry.pushers, pieces * max(1, world - 1))
-    return MatmulPlan(algorithm, cut, blocks, senders, entry.pushers if keeps else 0, piece)
+    return MatmulPlan(algorithm, cut, blocks, senders, keepers, piece)
 
 
 def is_whole(shape: MatmulShape, plan: MatmulPlan, world: int) -> bool:
@@ -328,6 +348,8 @@ def problem_of(shape: MatmulShape, plan: MatmulPlan, facts: Facts) -> str | None
         return "needs GPUs with tensor descriptors (Hopper and later); got "
     if world > MOST_RANKS:
         return f"needs at most {MOST_RANKS} ranks; got "
+    if plan.algorithm == COPIED and is_whole(shape, plan, world):
+        return f"needs at least {plan.cut.rows} rows of each rank; got {shape.rows // world} on "
     if shares_gpu(facts):
         return "needs all multiprocessors, hence a context without max_blocks; got "
     nbytes = inbox_bytes(shape, plan, world)
@@ -401,7 +423,9 @@ def choose(
     if shape.name == REDUCE and shape.rows > REDUCED_ROWS:
         return composed, f"one kernel is for up to {REDUCED_ROWS} rows"
     order = [name for name in names if name != COMPOSED]
-    if world > 2 and shape.nbytes >= _TWO_SHOT_BYTES:
+    if shape.name == REDUCE and world > 2 and shape.nbytes >= _TWO_SHOT_BYTES:
+        order.reverse()
+    if shape.name == GATHER and (world - 1) * shape.nbytes // world >= COPIED_BYTES:
         order.reverse()
     reasons: list[str] = []
     for name in order:

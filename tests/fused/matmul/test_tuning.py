@@ -117,7 +117,9 @@ def test_the_entry_that_holds() -> None:
     assert measured_entry(REDUCE, 1, 2, table) is None
     assert measured_entry(GATHER, 1, 3, table) is None, "other ranks"
     assert measured_entry(GATHER, 1, 2, (section(GATHER, few, nodes=2),)) is None
-    with pytest.raises(ValueError, match=r"mine: .*expected one of fused, composed, got one_shot"):
+    with pytest.raises(
+        ValueError, match=r"mine: .*expected one of fused, copied, composed, got one_shot"
+    ):
         measured_entry(GATHER, 1, 2, (section(GATHER, Entry(None, ONE_SHOT)),), "mine")
 
 
@@ -211,7 +213,9 @@ def test_a_table_of_a_wrong_algorithm_is_an_error_that_names_it() -> None:
                 more: dict[str, Any] = {"weight": torch.ones(8, 32)}
                 if call is tdcoll.explain:
                     given = (GATHER, *given)  # type: ignore[assignment]
-                with pytest.raises(ValueError, match=r"mine: .*expected one of fused, composed"):
+                with pytest.raises(
+                    ValueError, match=r"mine: .*expected one of fused, copied, composed"
+                ):
                     call(*given, **more, ctx=ctx)
 
     World(2, heap_bytes=1 << 22).run(host)
