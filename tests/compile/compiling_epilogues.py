@@ -22,7 +22,7 @@ from tdcoll.collectives.reduce_scatter import kernels_direct as scatter_direct
 from tdcoll.collectives.reduce_scatter import kernels_loop as scatter_loop
 from tdcoll.collectives.reduce_scatter import kernels_puts as scatter_puts
 from tdcoll.collectives.reduce_scatter import kernels_words as scatter_words
-from tdcoll.primitives import copies
+from tdcoll.primitives import casts, copies
 from tdcoll.primitives.epilogue import Placement
 from tdcoll.primitives.reduce import MAX, MEAN, SUM
 
@@ -93,6 +93,25 @@ def pairs(arch: int) -> list[list[dict[str, Any]]]:
     ]
 
 
+CASTS = (
+    (tl.bfloat16, tl.float32),
+    (tl.float32, tl.float16),
+    (tl.float8e5, tl.float32),
+    (tl.float32, tl.float8e4nv),
+)
+
+
+def compiled_casts(arch: int) -> list[dict[str, Any]]:
+    """Of each cast beside a reduction what comes out."""
+    found = []
+    for source, target in CASTS:
+        constants = {"FROM": source, "TO": target, "TILE": 4096}
+        about = {"from": str(source), "to": str(target)}
+        found.append(record(casts.cast, arch, constants, {}, about, num_warps=8))
+    return found
+
+
 if __name__ == "__main__":
-    made = {"epilogues": pairs(int(sys.argv[1])), "order": list(ORDER)}
+    arch = int(sys.argv[1])
+    made = {"epilogues": pairs(arch), "casts": compiled_casts(arch), "order": list(ORDER)}
     json.dump(made, sys.stdout)

@@ -24,14 +24,14 @@ from tdcoll.calls.implicit import ContextSize, PlannedContext, implicit_context,
 from tdcoll.calls.operation import PreparedCall, Request
 from tdcoll.calls.plan import Facts
 from tdcoll.calls.spec import Collective
-from tdcoll.calls.tensors import check_fits, check_readable, check_tensor
+from tdcoll.calls.tensors import check_fits, check_readable, check_tensor, tensors_overlap
 from tdcoll.collectives.all_gather.spec import SPEC as ALL_GATHER
 from tdcoll.collectives.all_reduce.spec import SPEC as ALL_REDUCE
 from tdcoll.collectives.reduce_scatter.spec import SPEC as REDUCE_SCATTER
 from tdcoll.fused.matmul import policy
 from tdcoll.fused.matmul.policy import ALGORITHMS, GATHER, REDUCE, SCATTER, MatmulPlan, MatmulShape
 from tdcoll.fused.matmul.prepared import PreparedMatmul
-from tdcoll.fused.operation import FusedOperation, check_scale, tensors_overlap
+from tdcoll.fused.operation import FusedOperation, check_scale
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 RESULTS = (torch.bfloat16, torch.float16, torch.float32)

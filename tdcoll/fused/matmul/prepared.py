@@ -20,6 +20,7 @@ from tdcoll.calls.operation import Bound
 from tdcoll.calls.plan import Facts
 from tdcoll.calls.spec import Collective
 from tdcoll.calls.steps import Step
+from tdcoll.calls.tensors import tensors_overlap
 from tdcoll.collectives.all_gather.spec import SPEC as ALL_GATHER
 from tdcoll.fused.matmul import (
     copies,
@@ -42,7 +43,7 @@ from tdcoll.fused.matmul.policy import (
     MatmulShape,
     is_whole,
 )
-from tdcoll.fused.operation import aligned, requires_gradient, tensors_overlap
+from tdcoll.fused.operation import aligned, requires_gradient
 from tdcoll.fused.prepared import PreparedSteps
 from tdcoll.primitives.epilogue import identity
 from tdcoll.primitives.group import Inbox
