@@ -17,7 +17,7 @@ tdc = torch.ops.tdcoll
 NAMES = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 EACH = pytest.mark.parametrize("name", NAMES)
 FP8 = torch.float8_e4m3fn
-ROWS, DEPTH, COLUMNS = 4, 16, 24
+ROWS, DEPTH, COLUMNS = 4, 16, 32
 
 on = functools.partial(on_ranks, heap_bytes=1 << 24)
 
@@ -63,9 +63,12 @@ def test_scales_bias_and_dtype_reach_the_call(pe: int, name: str) -> None:
 @EACH
 @on(1)
 def test_compiled_models_keep_them(pe: int, name: str) -> None:
-    """Fake tensors have the result's dtype."""
+    """Tensors without memory have the result's dtype, too."""
     x, weight, more = scaled_operands()
     bias = more.pop("bias")
+    without_memory = operator(name, x.to("meta"), weight.to("meta"), out_dtype=torch.float32)
+    assert without_memory.dtype is torch.float32
+    assert operator(name, x.to("meta"), weight.to("meta")).dtype is torch.bfloat16
 
     def model(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         return operator(name, x, weight, bias, **more) * 2
