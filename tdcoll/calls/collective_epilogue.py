@@ -10,6 +10,7 @@ import torch
 
 from tdcoll import runtime
 from tdcoll.base import arguments
+from tdcoll.base.limits import MAX_BLOCKS
 from tdcoll.calls.collective import CollectiveOperation, CollectiveOptions
 from tdcoll.calls.context import CollectiveContext
 from tdcoll.calls.epilogues import (
@@ -22,6 +23,7 @@ from tdcoll.calls.epilogues import (
     join_extra,
     split_extra,
     types_of,
+    with_plain_numbers,
 )
 from tdcoll.calls.operation import Bound, Operation, PreparedCall, Request
 from tdcoll.calls.result_dtype import WIDE, CastCall, check_out_dtype
@@ -156,9 +158,12 @@ class EpilogueOperation(Operation):
         tensor = plain.tensors[0]
         shape = self._reduction.spec.results(tensor.shape, ctx.world_size)[0]
         extra_tensors = request.tensors[options.n_tensors :]
+        extra = join_extra(options.extra, dict(zip(options.fields, extra_tensors, strict=True)))
+        if ctx.max_blocks != MAX_BLOCKS:  # where a kernel for a new number can't be loaded at once
+            extra = with_plain_numbers(extra)
         epilogue = Epilogue(
             identity if options.epilogue is None else options.epilogue,
-            join_extra(options.extra, dict(zip(options.fields, extra_tensors, strict=True))),
+            extra,
             options.fields,
             types_of(options.extra, extra_tensors),
             (identity_of(options.extra), *map(is_aligned, extra_tensors)),

@@ -186,6 +186,11 @@ def test_casts_move_16_bytes_at_once(assembled) -> None:
         assert one.get("spilled_bytes", 0) == 0, one
 
 
+def test_plain_numbers_of_an_epilogue_share_a_kernel(assembled) -> None:
+    """By themselves a 1, what 16 divides, and large numbers have one of their own."""
+    assert assembled["number_forms"] == {"as they are": 4, "plain": 1}
+
+
 def test_epilogues(assembled) -> None:
     """Every reduction compiles with an epilogue. It has the waits and signals that it has without
     one, because the compiler repeats waits whose results it needs twice, and the epilogue is in its

@@ -18,9 +18,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from tdcoll.base.limits import MATMULS, MAX_CHUNKS, MOST_CHUNKS
-from tdcoll.calls.explain import UNSUPPORTED, Explanation
 from tdcoll.calls.plan import Facts, needs_stores, shares_gpu
-from tdcoll.calls.spec import DEFAULT, REQUESTED, TABLE
 from tdcoll.calls.tuning import Entry, Section
 
 GATHER, SCATTER, REDUCE = NAMES = MATMULS
@@ -382,7 +380,7 @@ def choose(
     batch_invariant: bool,
     keeps: bool,
 ) -> tuple[MatmulPlan, str]:
-    """Return the plan of a call, and why it isn't in one kernel if it could have been asked to.
+    """Return the plan of a call, and the reason in words if it isn't the default's one kernel.
 
     Args:
         facts: of the context; ``nbytes`` is ignored.
@@ -410,11 +408,20 @@ def choose(
             raise ValueError(f"algorithm={algorithm!r} {problem}{where}. Use algorithm='auto'.")
         return plan, ""
     entry = shape.measured
-    if entry is not None and not (batch_invariant and entry.algorithm == COMPOSED):
+    if entry is not None:
         plan = plan_of(shape, world, entry.algorithm, keeps)
-        if problem_of(shape, plan, facts) is None:
-            return plan, _by_table(entry)
-    shape = replace(shape, measured=None)
+        problem = problem_of(shape, plan, facts)
+        if problem is not None:
+            problem += where
+        if batch_invariant and entry.algorithm == COMPOSED:
+            problem = "is excluded by batch_invariant=True"
+        if problem is None:
+            return plan, by_table(entry)
+        default, why = choose(replace(shape, measured=None), facts, "auto", batch_invariant, keeps)
+        reasons = [f"{by_table(entry)}, {entry.algorithm}, {problem}"]
+        if why:
+            reasons.append(why)
+        return default, "; ".join(reasons)
     composed = plan_of(shape, world, COMPOSED, keeps)
     if not batch_invariant and shape.rows in COMPOSED_ROWS[shape.name]:
         return composed, f"two parts are faster up to {COMPOSED_ROWS[shape.name].stop - 1} rows"
@@ -427,7 +434,7 @@ def choose(
         order.reverse()
     if shape.name == GATHER and (world - 1) * shape.nbytes // world >= COPIED_BYTES:
         order.reverse()
-    reasons: list[str] = []
+    reasons = []
     for name in order:
         plan = plan_of(shape, world, name, keeps)
         problem = problem_of(shape, plan, facts)
@@ -437,60 +444,7 @@ def choose(
     return composed, "; ".join(reasons)
 
 
-def _by_table(entry: Entry) -> str:
+def by_table(entry: Entry) -> str:
     """Return the reason for a plan of a tuning table."""
     up_to = "any number of rows" if entry.up_to is None else f"up to {entry.up_to} rows"
     return f"the tuning table's entry for {up_to}"
-
-
-def explain_matmul(
-    shape: MatmulShape,
-    facts: Facts,
-    algorithm: str | MatmulPlan,
-    batch_invariant: bool,
-    keeps: bool,
-) -> Explanation:
-    """Explain a call: its bytes are those that a rank sends to another, or of all rows of an
-    all-reduce; its chunks are tiles of this rank's result, and in an all-gather pieces of a
-    shard."""
-    world = facts.topology.world_size
-    group = facts.topology.describe()
-    nbytes = shape.nbytes if shape.name == REDUCE else shape.nbytes // world
-    unsupported: dict[str, str] = {}
-    for name in ALGORITHMS[shape.name]:
-        problem = problem_of(shape, plan_of(shape, world, name, keeps), facts)
-        if problem is not None:
-            unsupported[name] = f"{problem}{group}"
-    try:
-        plan, why = choose(shape, facts, algorithm, batch_invariant, keeps)
-    except ValueError as error:
-        if algorithm not in ALGORITHMS[shape.name]:
-            raise
-        return Explanation(
-            shape.name,
-            nbytes,
-            group,
-            None,
-            reason=UNSUPPORTED,
-            why=str(error),
-            unsupported=unsupported,
-        )
-    reason = DEFAULT if algorithm == "auto" else REQUESTED
-    if shape.measured is not None and why == _by_table(shape.measured):
-        reason = TABLE
-    if plan.algorithm == COMPOSED:  # its collective has numbers of its own
-        return Explanation(
-            shape.name, nbytes, group, COMPOSED, reason=reason, why=why, unsupported=unsupported
-        )
-    chunks = plan.cut.tiles(
-        shape.rows // world if shape.name == SCATTER else shape.rows, shape.columns
-    )
-    chunk_bytes = plan.cut.rows * plan.cut.columns * shape.out_itemsize
-    if plan.piece:
-        chunks = max(1, -(-nbytes // plan.piece))
-        chunk_bytes = plan.piece
-    blocks = plan.blocks + plan.pushers + plan.keepers
-    return Explanation(
-        shape.name, nbytes, group, plan.algorithm, chunks, chunk_bytes, blocks, plan.cut.num_warps, 1,
-        reason, why, unsupported,
-    )  # fmt: skip

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from tdcoll.base.call_log import CallRecord, record_of
+from tdcoll.base.limits import MAX_BLOCKS
 from tdcoll.calls.context import CollectiveContext
 from tdcoll.calls.copies import CopyEngines, enter_step
-from tdcoll.calls.epilogues import identity_of, join_extra
+from tdcoll.calls.epilogues import identity_of, join_extra, with_plain_numbers
 from tdcoll.calls.launch_spec import KernelOptions
 from tdcoll.calls.operation import Bound
 from tdcoll.calls.plan import Facts
@@ -333,6 +334,8 @@ class PreparedMatmul(PreparedSteps):
         if out == "out" and self._options.epilogue is not None:
             epilogue = self._options.epilogue
             extra = join_extra(self._options.extra, tensors)
+            if self._ctx.max_blocks != MAX_BLOCKS:  # as for dense reductions
+                extra = with_plain_numbers(extra)
         x_scale = tensors.get("x_scale")
         if source == "gathered" and x_scale is not None:
             x_scale = torch.empty(rows, dtype=torch.float32, device="meta")
