@@ -4,7 +4,8 @@
 Kernels of reductions have one dtype. Such a call therefore takes up to three steps: the tensor is
 copied to fp32, which is exact; the reduction of fp32 applies the epilogue; its result is rounded to
 the dtype that is asked for. Elements are summed and rounded as if the kernels did it, because the
-accumulator of these dtypes is fp32. But all ranks send fp32.
+accumulator of these dtypes is fp32. But all ranks send fp32. Casts wait for no rank, so
+``max_blocks`` of a context doesn't count their thread blocks.
 """
 
 from __future__ import annotations
@@ -65,6 +66,7 @@ class CastCall(PreparedCall):
         reduction: Of fp32, prepared for ``(tensor, *read)``, or for ``(tensor, out, *read)`` if the
             result is fp32.
         tensor: The tensor of the first call.
+        out_dtype: Of the result.
         n_tensors: The first tensors of a request, which are the reduction's.
         shape: Of results that calls make.
     """
