@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tdcoll.calls.plan import Facts
+from tdcoll.fused.matmul.explanation import explain_matmul
 from tdcoll.fused.matmul.policy import (
     ALGORITHMS,
     COMPOSED,
@@ -111,6 +112,16 @@ def test_pieces_for_copy_engines_are_few_and_large(world: int, rows: int) -> Non
     assert plan.keepers > plan.pushers == 0
     fused, _ = choose(call, found, FUSED, False, True)
     assert inbox_bytes(call, plan, world) == inbox_bytes(call, fused, world)
+
+
+def test_explanations_of_copies() -> None:
+    call = shape(GATHER, 8192, 8192, 1280)
+    said = explain_matmul(call, facts(2), "auto", False, False)
+    assert (said.algorithm, said.reason) == (COPIED, "default")
+    assert (said.chunks, said.chunk_bytes, said.blocks, said.epochs) == (4, 16 << 20, 132, 1)
+    few = explain_matmul(shape(GATHER, 100, 8192, 1280), facts(2), COPIED, False, False)
+    assert few.algorithm is None
+    assert "needs at least 64 rows of each rank; got 50 on" in few.why
 
 
 def test_copies_need_a_tile_of_rows_from_each_rank() -> None:
