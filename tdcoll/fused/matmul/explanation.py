@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a matmul that communicates will do, and why, for ``tdcoll.explain`` and the log."""
+"""Explanations of matmuls that communicate, for ``tdcoll.explain`` and the log."""
 
 from __future__ import annotations
 
