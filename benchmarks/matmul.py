@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The benchmark of matmuls that communicate: ``bash launch.sh -m tdcoll bench matmul --help``.
 
-Baselines are the matmul alone (cuBLAS), the collective alone (NCCL), both in a row, and PyTorch's
-fused operators. A row of tdcoll's has the share of the communication that is hidden: of the time
-that the collective alone takes, the part by which the call is shorter than both in a row.
+Baselines are the matmul alone (cuBLAS), the collective alone (NCCL), both in a row, PyTorch's fused
+operators, and flashinfer's all-gather + matmul where it is installed. A row of tdcoll's has the
+share of the communication that is hidden: of the time that the collective alone takes, the part by
+which the call is shorter than both in a row.
 
 Operands are whole numbers, so that products are exact. tdcoll's results are compared exactly with
 the sum in rank order, and those of baselines up to rounding.
@@ -12,6 +13,8 @@ the sum in rank order, and those of baselines up to rounding.
 from __future__ import annotations
 
 import contextlib
+import importlib
+import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -36,9 +39,10 @@ from tdcoll.tools.measure.results import Row, fact
 from tdcoll.tools.measure.timing import LineUp
 
 ALONE, COLLECTIVE, IN_A_ROW, TORCH = "cublas-alone", "nccl-alone", "nccl", "torch-fused"
-BASELINES = (ALONE, COLLECTIVE, IN_A_ROW, TORCH)
+FLASHINFER = "flashinfer"
+BASELINES = (ALONE, COLLECTIVE, IN_A_ROW, TORCH, FLASHINFER)
 
-_ALGORITHMS = ("auto", "fused", "one_shot", "two_shot", "composed")
+_ALGORITHMS = ("auto", "fused", "copied", "one_shot", "two_shot", "composed")
 
 _SHAPES = {
     GATHER: "128x8192x3584,512x8192x3584,2048x4096x1792,4096x8192x3584,8192x8192x1280",
@@ -104,6 +108,8 @@ class MatmulCalls:
         """Return the calls of a baseline; raise the reason if it can't run."""
         if name == ALONE:
             return self._alone()
+        if name == FLASHINFER:
+            return self._flashinfer()
         require_nccl(self.weight.device)
         if name == TORCH:
             return self._torch()
@@ -166,6 +172,27 @@ class MatmulCalls:
 
         call = gather if self.size.operation == GATHER else scatter
         return self._workload(call, tolerance=2.0**-6)
+
+    def _flashinfer(self) -> Workload:
+        """Return the calls of flashinfer's all-gather + matmul, which takes ``[depth, columns]``."""
+        if self.size.operation != GATHER:
+            raise RuntimeError("of these calls flashinfer has only the all-gather + matmul")
+        if importlib.util.find_spec("flashinfer") is None:
+            raise RuntimeError("flashinfer isn't installed")
+        require_nccl(self.weight.device)
+        communication: Any = importlib.import_module("flashinfer.comm")
+        symmetric: Any = importlib.import_module("torch.distributed._symmetric_memory")
+        weight = self.weight.t().contiguous()
+        inputs = []
+        for x in self.inputs:
+            copy = symmetric.empty(*x.shape, dtype=x.dtype, device=x.device)
+            inputs.append(copy.copy_(x))
+        group = dist.group.WORLD
+
+        def gather(i: int) -> Any:
+            return communication.all_gather_matmul(inputs[i], weight, group)
+
+        return self._workload(gather, tolerance=2.0**-6)
 
     def _workload(self, call: Callable[[int], Any], *, tolerance: float | None) -> Workload:
         """Return a workload.
@@ -294,7 +321,9 @@ class MatmulBenchmark(Benchmark):
                     variants.append(Variant(name, False, make, options.launches, facts))
             for name in options.peers:
                 make = partial(calls.baseline, name)
-                variants.append(Variant(name, True, make, options.launches))
+                # flashinfer allocates symmetric memory in each call, which no graph can hold.
+                launches = ["eager"] if name == FLASHINFER else options.launches
+                variants.append(Variant(name, True, make, launches))
             yield variants, context.check
 
     def measure_size(self, size: MatmulSize, line_up: LineUp | None) -> list[Row]:

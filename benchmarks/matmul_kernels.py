@@ -8,13 +8,16 @@ One rank of two runs on the whole GPU; its peer's memory is local and the peer's
 the time of the link and the wait for the peer are missing. All matmuls are of bf16 and in CUDA
 graphs; times are medians, us.
 
-Sections: predict   bytes, floating-point operations and waves, and the times that follow from them
+Sections::
+
+    predict   bytes, floating-point operations and waves, and the times that follow from them
     pair      two ranks in this process, 66 thread blocks each on two streams, 200 calls with other
-    data and skew gather    all-gather + matmul: without sending, and by the number of thread blocks
-    that send scatter   matmul + reduce-scatter: by slices, stages and lag reduce    matmul +
-    all-reduce of few rows, which sends to itself checks    dtypes, layouts, scales, ragged sizes,
-    bias and epilogue against PyTorch alone     a persistent matmul, with descriptors made by the
-    host and by the kernel
+              data and skew
+    gather    all-gather + matmul: without sending, and by the number of thread blocks that send
+    scatter   matmul + reduce-scatter: by slices, stages and lag
+    reduce    matmul + all-reduce of few rows, which sends to itself
+    checks    dtypes, layouts, scales, ragged sizes, bias and epilogue against PyTorch
+    alone     a persistent matmul, with descriptors made by the host and by the kernel
 """
 
 from __future__ import annotations

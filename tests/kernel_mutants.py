@@ -68,6 +68,7 @@ MODULES = [
     "tdcoll.fused.matmul.kernels_gather",
     "tdcoll.fused.matmul.kernels_scatter",
     "tdcoll.fused.matmul.kernels_all_reduce",
+    "tdcoll.fused.matmul.copies",
     "tdcoll.collectives.index_match.kernels",
     "tdcoll.collectives.sparse_all_reduce.kernels_tables",
     "tdcoll.collectives.sparse_all_reduce.kernels_lists",

@@ -1,12 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Limits that policies, contexts, tables and kernels share, and the names of the dense collectives
-and of the matmuls that communicate."""
+"""Limits that policies, contexts, tables and kernels share, and the names of the dense collectives,
+of the matmuls that communicate, and of their algorithms."""
 
 COLLECTIVES = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all", "broadcast")
 """The dense collectives: each is a folder of :mod:`tdcoll.collectives` with a ``spec``."""
 
 MATMULS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 """The matmuls that communicate: functions of :mod:`tdcoll.fused`."""
+
+ALGORITHMS = {
+    "all_gather": ("ll", "direct", "loop", "ce", "ring", "1d", "2d"),
+    "all_reduce": ("one_shot", "two_shot", "direct", "loop", "ce", "1d", "2d"),
+    "reduce_scatter": ("ll", "direct", "loop", "ce", "1d"),
+    "all_to_all": ("ll", "direct", "loop", "ce", "1d"),
+    "broadcast": ("ll", "direct", "loop", "1d"),
+    "all_gather_matmul": ("fused", "copied", "composed"),
+    "matmul_reduce_scatter": ("fused", "composed"),
+    "matmul_all_reduce": ("one_shot", "two_shot", "composed"),
+}
+"""The names of each operation's algorithms, for tuning tables, which are read before any collective
+is imported."""
 
 MAX_CHUNKS = 512
 """The most chunks of one rank's data, if a context is not made for another number; each has its own

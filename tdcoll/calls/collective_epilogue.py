@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import torch
 
 from tdcoll import runtime
+from tdcoll.base import arguments
+from tdcoll.base.limits import MAX_BLOCKS
 from tdcoll.calls.collective import CollectiveOperation, CollectiveOptions
 from tdcoll.calls.context import CollectiveContext
 from tdcoll.calls.epilogues import (
@@ -21,10 +23,13 @@ from tdcoll.calls.epilogues import (
     join_extra,
     split_extra,
     types_of,
+    with_plain_numbers,
 )
 from tdcoll.calls.operation import Bound, Operation, PreparedCall, Request
+from tdcoll.calls.result_dtype import WIDE, CastCall, check_out_dtype
 from tdcoll.calls.run import run
-from tdcoll.calls.tensors import check_readable, overlap
+from tdcoll.calls.tensors import check_fits, check_readable, tensors_overlap
+from tdcoll.primitives.epilogue import identity
 
 
 class EpilogueOptions(NamedTuple):
@@ -37,6 +42,7 @@ class EpilogueOptions(NamedTuple):
         epilogue: As the caller passed it.
         extra: The epilogue's tuple, in which None stands for tensors.
         fields: Names of these tensors, ``extra.FIELD``.
+        out_dtype: Of the result, as the caller passed it; None: the tensor's.
     """
 
     plain: CollectiveOptions
@@ -44,11 +50,16 @@ class EpilogueOptions(NamedTuple):
     epilogue: Any
     extra: Any = None
     fields: tuple[str, ...] = ()
+    out_dtype: Any = None
 
 
 class EpilogueOperation(Operation):
     """Calls of a dense reduction with an epilogue, on the same contexts, by the same plans and with
-    the same kernels as those without."""
+    the same kernels as those without.
+
+    If the result has another dtype than the tensor, the reduction is one of fp32
+    (:mod:`tdcoll.calls.result_dtype`).
+    """
 
     def __init__(self, reduction: CollectiveOperation) -> None:
         self.name = reduction.name
@@ -64,7 +75,8 @@ class EpilogueOperation(Operation):
         extra = options.extra
         read = [(tensor.dtype, is_aligned(tensor)) for tensor in tensors[options.n_tensors :]]
         # Hashing a Triton function is slow. The prepared call keeps it, so its id stays its own.
-        return (plain, id(options.epilogue), identity_of(extra), options.fields, *read)
+        function = (id(options.epilogue), options.out_dtype)
+        return (plain, *function, identity_of(extra), options.fields, *read)
 
     def check_early(self, request: Request) -> None:
         self._reduction.check_early(_plain(request))
@@ -87,6 +99,8 @@ class EpilogueOperation(Operation):
             described = f"{described}, extra of {', '.join(types)}"
             if not self._reduction.spec.scatters:  # the result is the same on all ranks
                 described = f"{described}: {describe_extra(options.extra)}"
+        if options.out_dtype is not None:
+            described = f"{described}, out_dtype {options.out_dtype}"
         # One fact, because the ranks that have no epilogue have one, too.
         facts["epilogue"] = described
         return facts
@@ -95,24 +109,48 @@ class EpilogueOperation(Operation):
         options: EpilogueOptions = request.options
         check_epilogue(options.epilogue, options.extra)
         plain = _plain(request)
+        what = "an epilogue"
+        if options.epilogue is None:
+            what = "out_dtype"
         own_names = request.names or ("tensor", "out")
         names = (*own_names[: options.n_tensors], *options.fields)
         for name, tensor in zip(names, request.tensors, strict=True):
             if torch.is_grad_enabled() and getattr(tensor, "requires_grad", False):
                 raise ValueError(
-                    f"{name} must not require grad, since a call with an epilogue has no "
+                    f"{name} must not require grad, since a call with {what} has no "
                     f"derivative; pass {name}.detach(), or make the call under torch.no_grad()"
                 )
-        self._reduction.check(plain, ctx)
+        if _casts(request):
+            self._check_cast(request, ctx)
+        else:
+            self._reduction.check(plain, ctx)
         for name, tensor in zip(names, request.tensors, strict=True):
             if name not in options.fields:
                 continue
             check_readable(name, tensor, ctx.device)
-            if options.n_tensors == 2 and _overlap(plain.tensors[1], tensor):
+            if options.n_tensors == 2 and tensors_overlap(plain.tensors[1], tensor):
                 raise ValueError(
                     f"{own_names[1]} must not overlap {name}, which is read while "
                     f"{own_names[1]} is written"
                 )
+
+    def _check_cast(self, request: Request, ctx: Any) -> None:
+        """Raise unless the reduction can be made with a result of ``out_dtype``."""
+        options: EpilogueOptions = request.options
+        names = request.names or ("tensor", "out")
+        alone = _plain(request)._replace(tensors=request.tensors[:1])
+        without_out = options.plain._replace(symmetric=False)
+        self._reduction.check(alone._replace(options=without_out), ctx)
+        tensor = request.tensors[0]
+        symmetric = options.plain.symmetric
+        arguments.instance("symmetric", symmetric, bool, "a bool")
+        check_out_dtype(names[0], tensor, options.out_dtype, symmetric)
+        if options.n_tensors == 2:
+            out = request.tensors[1]
+            shapes = self._reduction.spec.results(tensor.shape, ctx.world_size)
+            check_fits(names[1], out, ctx.device, [options.out_dtype], shapes)
+            if tensors_overlap(out, tensor):
+                raise ValueError(f"{names[1]} must not overlap {names[0]} with out_dtype")
 
     def prepare(self, request: Request, ctx: Any) -> PreparedCall:
         options: EpilogueOptions = request.options
@@ -120,19 +158,37 @@ class EpilogueOperation(Operation):
         tensor = plain.tensors[0]
         shape = self._reduction.spec.results(tensor.shape, ctx.world_size)[0]
         extra_tensors = request.tensors[options.n_tensors :]
+        extra = join_extra(options.extra, dict(zip(options.fields, extra_tensors, strict=True)))
+        if ctx.max_blocks != MAX_BLOCKS:  # where a kernel for a new number can't be loaded at once
+            extra = with_plain_numbers(extra)
         epilogue = Epilogue(
-            options.epilogue,
-            join_extra(options.extra, dict(zip(options.fields, extra_tensors, strict=True))),
+            identity if options.epilogue is None else options.epilogue,
+            extra,
             options.fields,
             types_of(options.extra, extra_tensors),
             (identity_of(options.extra), *map(is_aligned, extra_tensors)),
             width=max(1, _width(shape)),
             narrow=torch.Size(shape).numel() < 1 << 31,
         )
-        kernel_options = self._reduction.kernel_options(tensor.dtype, options.plain.op)
+        casts = _casts(request)
+        dtype = tensor.dtype
+        n_tensors = options.n_tensors
+        if casts:
+            dtype = WIDE
+            wide = [torch.empty(tensor.shape, dtype=WIDE, device="meta")]
+            if options.out_dtype is WIDE:
+                wide.append(torch.empty(shape, dtype=WIDE, device="meta"))
+            plain = plain._replace(tensors=tuple(wide))
+            n_tensors = len(wide)
+        kernel_options = self._reduction.kernel_options(dtype, options.plain.op)
         kernel_options = kernel_options._replace(epilogue=epilogue)
-        prepared = self._reduction.prepare_with(plain, ctx, kernel_options)
-        return _WithEpilogue(prepared, options.n_tensors)
+        reduction = self._reduction.prepare_with(plain, ctx, kernel_options)
+        prepared = _WithEpilogue(reduction, n_tensors)
+        if not casts:
+            return prepared
+        return CastCall(
+            ctx, self.name, prepared, tensor, options.out_dtype, options.n_tensors, shape
+        )
 
 
 def _plain(request: Request) -> Request:
@@ -142,14 +198,15 @@ def _plain(request: Request) -> Request:
     return request._replace(tensors=tensors, options=options.plain)
 
 
+def _casts(request: Request) -> bool:
+    """Return whether the result has another dtype than the tensor."""
+    out_dtype = request.options.out_dtype
+    return out_dtype is not None and out_dtype != getattr(request.tensors[0], "dtype", None)
+
+
 def _width(shape: Sequence[int]) -> int:
     """Return the elements of a row of a tensor: its last dimension."""
     return shape[-1] if shape else 1
-
-
-def _overlap(out: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """Return whether two contiguous tensors share memory."""
-    return overlap(out.data_ptr(), out.nbytes, tensor.data_ptr(), tensor.nbytes, None)
 
 
 class _WithEpilogue(PreparedCall):
@@ -173,7 +230,7 @@ class _WithEpilogue(PreparedCall):
         if bound is None:
             return None
         result, (source, out) = bound
-        if self._n_tensors == 2 and any(_overlap(result, tensor) for tensor in read):
+        if self._n_tensors == 2 and any(tensors_overlap(result, tensor) for tensor in read):
             return None
         return result, (source, out, out, *read)
 
@@ -187,14 +244,15 @@ def run_with_epilogue(
     group: runtime.Group,
     ctx: Any,
     names: tuple[str, ...] = (),
+    out_dtype: Any = None,
 ) -> torch.Tensor:
     """Make a call with an epilogue, and return its result.
 
     Args:
         tensors, options, group, ctx, names: Of the reduction, as for :func:`~.run.run`.
-        epilogue, extra: As the caller passed them.
+        epilogue, extra, out_dtype: As the caller passed them.
     """
     extra, read = split_extra(extra)
-    more = EpilogueOptions(options, len(tensors), epilogue, extra, tuple(read))
+    more = EpilogueOptions(options, len(tensors), epilogue, extra, tuple(read), out_dtype)
     result: torch.Tensor = run(operation, (*tensors, *read.values()), more, group, ctx, names)
     return result

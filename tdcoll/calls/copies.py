@@ -17,6 +17,7 @@ import torch
 import triton
 
 from tdcoll.base.limits import SHARED_REGISTERS
+from tdcoll.calls.context import CollectiveContext
 from tdcoll.calls.kernel_launch import KernelLaunch
 from tdcoll.calls.launch_spec import LaunchSpec, device_table, successors, tiles
 from tdcoll.calls.plan import Facts, shares_gpu
@@ -75,29 +76,24 @@ class Hop:
 
 
 class CopyEngines:
-    """Streams and words that the copies of a context share, and addresses of its memory.
+    """Words that the copies of a context share, and addresses of its memory.
+
+    Args:
+        operation: The call's name, for errors.
 
     Attributes:
         stamps, summed: On the device, see :func:`tdcoll.primitives.copies.enter`.
-        side_streams: For each peer, the stream of the copies to it or from it.
         deltas: For each peer, how far its heap is from this rank's, in bytes.
     """
 
-    def __init__(self, spec: LaunchSpec) -> None:
-        ctx = spec.ctx
+    def __init__(self, ctx: CollectiveContext, operation: str) -> None:
         heap = ctx.job.heap
-        self.stamps, self.summed = _stamp_words(spec)
+        self.stamps, self.summed = _stamp_words(ctx, operation)
         self.inbox = ctx.inbox.data_ptr()
         self.deltas = [heap.peer_base(pe) - heap.base for pe in ctx.topology.pes]
         self._queue_copy = heap.stream_copy
         self._own_signals = ctx.signals.data_ptr() + 8 * ctx.rank
         self._world_size = ctx.world_size
-
-        def new_side_streams() -> dict[int, SideStream]:
-            return {peer: heap.side_stream() for peer in successors(ctx.topology)}
-
-        key = ("copies", "side streams")
-        self.side_streams = device_table(ctx, spec.operation, key, new_side_streams)
 
     def address(self, memory: LocalMemory, source: int, result: int) -> int:
         """Return where this rank's memory begins, given the addresses of a call."""
@@ -113,16 +109,28 @@ class CopyEngines:
             nbytes = min(chunk, copy.nbytes - begin)
             self._queue_copy(stream, destination + begin, source + begin, nbytes)
 
-    def queue_stamp(self, stream: int, peer: int, hop: int) -> None:
-        """Queue a copy of this rank's stamp of a hop to a peer, behind what the stream has."""
-        signal = self._own_signals + 8 * hop * self._world_size + self.deltas[peer]
+    def queue_stamp(self, stream: int, peer: int, hop: int, piece: int = 0) -> None:
+        """Queue a copy of this rank's stamp of a hop to a peer, behind what the stream has.
+
+        Args:
+            piece: Of the hop's data. Only calls of one hop have several, with a signal for each.
+        """
+        signal = self._own_signals + 8 * (hop + piece) * self._world_size + self.deltas[peer]
         self._queue_copy(stream, signal, self.stamps.data_ptr() + 8 * hop, 8)
 
 
-def _stamp_words(spec: LaunchSpec) -> tuple[torch.Tensor, torch.Tensor]:
+def _side_streams(ctx: CollectiveContext, operation: str) -> dict[int, SideStream]:
+    """Return a stream for each peer, for the copies to it or from it."""
+
+    def new_side_streams() -> dict[int, SideStream]:
+        return {peer: ctx.job.heap.side_stream() for peer in successors(ctx.topology)}
+
+    return device_table(ctx, operation, ("copies", "side streams"), new_side_streams)
+
+
+def _stamp_words(ctx: CollectiveContext, operation: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the context's ``stamps`` and ``summed``; see
     :func:`tdcoll.primitives.copies.enter`."""
-    ctx = spec.ctx
 
     def new_stamps() -> torch.Tensor:
         return torch.zeros(2, dtype=torch.int64, device=ctx.device)
@@ -130,8 +138,8 @@ def _stamp_words(spec: LaunchSpec) -> tuple[torch.Tensor, torch.Tensor]:
     def new_summed() -> torch.Tensor:
         return torch.zeros(1, dtype=torch.int32, device=ctx.device)
 
-    stamps = device_table(ctx, spec.operation, ("copies", "stamps"), new_stamps)
-    summed = device_table(ctx, spec.operation, ("copies", "summed"), new_summed)
+    stamps = device_table(ctx, operation, ("copies", "stamps"), new_stamps)
+    summed = device_table(ctx, operation, ("copies", "summed"), new_summed)
     return stamps, summed
 
 
@@ -172,13 +180,23 @@ class HopStep:
     the caller may write to its memory and free it.
 
     Args:
+        side_streams: For each peer, the stream of the copies to it or from it.
         number: Of the hop in the call.
         hear: Launch of :func:`tdcoll.primitives.copies.wait_arrivals`.
         chunk: The most bytes of one copy.
     """
 
-    def __init__(self, engines: CopyEngines, number: int, hop: Hop, hear: Step, chunk: int) -> None:
+    def __init__(
+        self,
+        engines: CopyEngines,
+        side_streams: Mapping[int, SideStream],
+        number: int,
+        hop: Hop,
+        hear: Step,
+        chunk: int,
+    ) -> None:
         self._engines = engines
+        self._side_streams = side_streams
         self._number = number
         self._hop = hop
         self._hear = hear
@@ -212,7 +230,7 @@ class HopStep:
         """Queue the copies for all peers; add each stream to ``forked`` once it has forked."""
         engines = self._engines
         hop = self._hop
-        for peer, side_stream in engines.side_streams.items():
+        for peer, side_stream in self._side_streams.items():
             side_stream.fork(stream)
             forked.append(side_stream)
             delta = engines.deltas[peer]
@@ -241,15 +259,15 @@ class CopySequence(StepSequence):
 
     def __init__(self, spec: LaunchSpec, *hops: Hop) -> None:
         ctx = spec.ctx
-        engines = CopyEngines(spec)
+        engines = CopyEngines(ctx, spec.operation)
+        side_streams = _side_streams(ctx, spec.operation)
         group = {"g": ctx.device_group, "WORLD_POW2": triton.next_power_of_2(ctx.world_size)}
-        words = {"stamps": engines.stamps, "summed": engines.summed}
-        steps: list[Step] = [_signal_kernel(kernels.enter, {**group, **words})]
+        steps: list[Step] = [enter_step(ctx, engines)]
         for number, hop in enumerate(hops):
             hear = _signal_kernel(
                 kernels.wait_arrivals, {**group, "hop": number, "PULLED": hop.pulled}
             )
-            steps.append(HopStep(engines, number, hop, hear, spec.plan.chunk))
+            steps.append(HopStep(engines, side_streams, number, hop, hear, spec.plan.chunk))
             if hop.reduce is not None:
                 steps.append(hop.reduce)
             if hop.copy_out:
@@ -262,6 +280,17 @@ class CopySequence(StepSequence):
         super().__init__(steps)
         pulled = tuple(hop.pulled for hop in hops)
         self.variant = ("copies", pulled, spec.options.compiled_form, spec.plan.num_warps)
+
+
+def enter_step(ctx: CollectiveContext, engines: CopyEngines) -> Step:
+    """Return the step that begins every call by copies, which takes nothing of the frame."""
+    arguments = {
+        "g": ctx.device_group,
+        "stamps": engines.stamps,
+        "summed": engines.summed,
+        "WORLD_POW2": triton.next_power_of_2(ctx.world_size),
+    }
+    return _signal_kernel(kernels.enter, arguments)
 
 
 def _signal_kernel(kernel: Any, arguments: Mapping[str, Any]) -> Step:
@@ -308,7 +337,7 @@ def sums(
         pulled: Whether peers then pull the sum.
     """
     ctx = spec.ctx
-    stamps, summed = _stamp_words(spec)
+    stamps, summed = _stamp_words(ctx, spec.operation)
     values = {
         **tiles(spec),
         **spec.options.epilogue_arguments,

@@ -4,15 +4,17 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import CodeType, FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
 
+from tdcoll.language.jit import typed_fields
 from tdcoll.primitives.epilogue import Placement
 
 _VALUES = (torch.Tensor, int, float, tl.constexpr, type(None))
@@ -89,6 +91,30 @@ def types_of(extra: Any, tensors: Iterable[torch.Tensor]) -> tuple[str, ...]:
     values = (extra, *extra) if hasattr(extra, "_fields") else (extra,)
     names = [type(value).__name__ for value in values]
     return (*names, *(str(getattr(tensor, "dtype", None)) for tensor in tensors))
+
+
+@functools.cache
+def _with_plain_fields(kind: type, fields: tuple[str, ...]) -> type:
+    """Return a NamedTuple with the fields of another, of which these are int64."""
+    types = {**dict.fromkeys(kind._fields, Any), **typed_fields(kind)}  # type: ignore[attr-defined]
+    types |= dict.fromkeys(fields, tl.int64)
+    made: type = NamedTuple(kind.__name__, types.items())  # type: ignore[misc]
+    return made
+
+
+def with_plain_numbers(extra: Any) -> Any:
+    """Return an epilogue's tuple for launches whose compiled code is the same for all whole
+    numbers. By itself Triton makes a constant of a 1, and notes what 16 divides.
+
+    Fields that say their own type stay as they are.
+    """
+    if extra is None:
+        return None
+    kind: Any = type(extra)
+    own = typed_fields(kind)
+    values = zip(extra._fields, extra, strict=True)
+    plain = tuple(name for name, value in values if type(value) is int and name not in own)
+    return _with_plain_fields(kind, plain)(*extra) if plain else extra
 
 
 def join_extra(extra: Any, tensors: Mapping[str, torch.Tensor]) -> Any:

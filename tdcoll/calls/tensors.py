@@ -151,3 +151,8 @@ def overlap(source: int, source_bytes: int, out: int, out_bytes: int, allowed: i
     if out >= source + source_bytes or source >= out + out_bytes:
         return False
     return out - source != allowed
+
+
+def tensors_overlap(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Return whether two contiguous tensors share memory."""
+    return overlap(first.data_ptr(), first.nbytes, second.data_ptr(), second.nbytes, None)

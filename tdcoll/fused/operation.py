@@ -18,7 +18,7 @@ from tdcoll.calls.explain import Explanation
 from tdcoll.calls.implicit import implicit_context
 from tdcoll.calls.operation import Operation, Request
 from tdcoll.calls.spec import Collective
-from tdcoll.calls.tensors import check_tensor, overlap, strided_bytes
+from tdcoll.calls.tensors import check_tensor, strided_bytes
 
 _log = logging.getLogger("tdcoll")
 
@@ -102,11 +102,6 @@ def check_scale(name: str, scale: Any, device: torch.device, counts: Sequence[in
         f"{name} must be torch.float32 of {allowed} {noun}; got {scale.dtype} of shape "
         f"{list(scale.shape)}"
     )
-
-
-def tensors_overlap(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Return whether two contiguous tensors share memory."""
-    return overlap(first.data_ptr(), first.nbytes, second.data_ptr(), second.nbytes, None)
 
 
 def requires_gradient(*tensors: torch.Tensor) -> bool:

@@ -69,6 +69,16 @@ class PreparedSteps(PreparedCall):
         self._records.append(calls.record)
         self._steps.append(NamedStep(calls, (source, out)))
 
+    def add_step(self, step: Step, record: CallRecord | None = None) -> None:
+        """Add a step.
+
+        Args:
+            record: The step's epochs, if it communicates.
+        """
+        self._steps.append(step)
+        if record is not None:
+            self._records.append(record)
+
     def add_kernel(
         self,
         kernel: Any,
@@ -76,24 +86,32 @@ class PreparedSteps(PreparedCall):
         arguments: Mapping[str, Any],
         parameters: Mapping[str, str],
         record: CallRecord | None = None,
-        as_tensors: Collection[str] = (),
         **options: Any,
     ) -> None:
-        """Add the launch of a kernel.
+        """Add the launch of a kernel; see :meth:`kernel_step` and :meth:`add_step`."""
+        self.add_step(self.kernel_step(kernel, blocks, arguments, parameters, **options), record)
+
+    def kernel_step(
+        self,
+        kernel: Any,
+        blocks: int,
+        arguments: Mapping[str, Any],
+        parameters: Mapping[str, str],
+        as_tensors: Collection[str] = (),
+        **options: Any,
+    ) -> Step:
+        """Return the launch of a kernel.
 
         Args:
             arguments: Of all calls, by parameter.
             parameters: The parameters that each call brings, and the names of their tensors.
-            record: The kernel's epochs, if it communicates.
             as_tensors: Names of tensors that the launch takes as they are, not by address.
-            options: See :class:`~tdcoll.calls.kernel_launch.KernelLaunch`.
+            options: See :class:`~tdcoll.calls.kernel_launch.KernelLaunch`; by default the launch
+                may begin early if the context's launches may.
         """
-        launch = KernelLaunch(
-            kernel, blocks, arguments, tuple(parameters), allow_pdl=self._ctx.allow_pdl, **options
-        )
-        self._steps.append(NamedStep(launch, tuple(parameters.values()), as_tensors))
-        if record is not None:
-            self._records.append(record)
+        options = {"allow_pdl": self._ctx.allow_pdl, **options}
+        launch = KernelLaunch(kernel, blocks, arguments, tuple(parameters), **options)
+        return NamedStep(launch, tuple(parameters.values()), as_tensors)
 
     def complete(
         self, algorithm: str, nbytes: int, variant: Hashable, local: tuple[Hashable, ...] = ()

@@ -16,7 +16,7 @@ from tdcoll.calls.explain import Explanation
 from tdcoll.calls.launch_spec import KernelOptions
 from tdcoll.calls.operation import Bound, PreparedCall, Request
 from tdcoll.calls.plan import Facts, Plan
-from tdcoll.calls.tensors import check_fits, check_tensor
+from tdcoll.calls.tensors import check_fits, check_tensor, tensors_overlap
 from tdcoll.collectives.all_reduce.spec import SPEC as ALL_REDUCE
 from tdcoll.fused import kernels, policy
 from tdcoll.fused import kernels_rows as arithmetic
@@ -25,7 +25,6 @@ from tdcoll.fused.operation import (
     aligned,
     check_scale,
     requires_gradient,
-    tensors_overlap,
 )
 from tdcoll.fused.policy import COMPOSED, NAME, ONE_SHOT, NormRows, choose
 from tdcoll.fused.prepared import Frame, PreparedSteps

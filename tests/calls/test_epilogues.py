@@ -16,6 +16,8 @@ import triton.language as tl
 import tdcoll
 from tdcoll.base.errors import RankMismatchError
 from tdcoll.calls.collective_epilogue import _WithEpilogue
+from tdcoll.calls.kernel_launch import KernelLaunch
+from tdcoll.language.jit import typed_fields
 from tdcoll.testing import World
 
 NAMES = ("all_reduce", "reduce_scatter")
@@ -268,6 +270,56 @@ def test_kernels_are_the_same_on_all_ranks_whatever_is_aligned() -> None:
                 assert variant(torch.bfloat16, 0, 8, algorithm=algorithm) != usual
 
     run(host)
+
+
+class Typed(NamedTuple):
+    """Numbers, of which one has a type of its own."""
+
+    factor: Any
+    shift: Any
+    plain: Any
+
+
+Typed.__annotations__["shift"] = tl.int32  # as without annotations from the future
+
+
+def test_contexts_with_a_budget_have_one_kernel_for_all_numbers() -> None:
+    """Launches get them with a type that Triton doesn't specialise on; booleans, floats and numbers
+    with a type of their own stay as they are. ``compile/compiling_epilogues.py`` counts kernels."""
+
+    @triton.jit
+    def shifted(sums, rows, columns, inside, extra):
+        return sums * extra.factor + extra.shift + extra.plain
+
+    seen: list[dict[str, Any]] = []
+
+    def note(
+        launch: KernelLaunch, kernel: Any, blocks: Any, arguments: Any, *rest: Any, **more: Any
+    ) -> None:
+        extra = arguments.get("extra")
+        if extra is not None:
+            seen.append(typed_fields(type(extra)))
+        real(launch, kernel, blocks, arguments, *rest, **more)
+
+    def host(pe: int) -> None:
+        for max_blocks in (None, 8):
+            with tdcoll.CollectiveContext(max_blocks=max_blocks) as ctx:
+                for number in (1, 16, 3):
+                    extra = Typed(number, 2, True)
+                    got = tdcoll.all_reduce(torch.ones(4), epilogue=shifted, extra=extra, ctx=ctx)
+                    assert (got == number + 3).all()
+                got = tdcoll.all_reduce(
+                    torch.ones(4), epilogue=shifted, extra=Typed(0.5, 2, 1), ctx=ctx
+                )
+                assert (got == 3.5).all()
+
+    real = KernelLaunch.__init__
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(KernelLaunch, "__init__", note)
+        run(host, 1)
+    own = {"shift": tl.int32}
+    usual = [own] * 4
+    assert seen == [*usual, *[{**own, "factor": tl.int64}] * 3, {**own, "plain": tl.int64}]
 
 
 # ---------------------------------------------------------------------- errors

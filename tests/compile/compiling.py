@@ -10,6 +10,8 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from triton.backends.nvidia.compiler import CUDABackend, get_ptxas
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
+from tdcoll.fused.matmul.kernels_gather import Shards
 from tdcoll.fused.matmul.product import Scales, Shape, Tile, Weight
 from tdcoll.language.jit import (
     OWN_OPTIONS,
@@ -288,14 +291,15 @@ def copy_spills(compiled, arch: int) -> list[str]:
     ]
 
 
-def compiled_forms(kernel) -> int:
-    """How many kernels ranks 0, 1, 2 and 16 compile, of different sizes too."""
+def compiled_forms(kernel, extras: Sequence[Any] = (None,)) -> int:
+    """How many kernels ranks 0, 1, 2 and 16 compile, of different sizes too, for these tuples of an
+    epilogue."""
     backend, forms = make_backend(GPUTarget("cuda", 90, 32)), set()
     bind = _with_plain_fields(
         create_function_from_signature(kernel.signature, kernel.params, backend)
     )
     word, table = torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int32)
-    for rank in (0, 1, 2, 16):
+    for rank, extra in product((0, 1, 2, 16), extras):
         known = {
             "g": Group(*[word] * 6, rank, chunks=tl.constexpr(16), world=tl.constexpr(32)),
             **dict.fromkeys(("inbox", "words"), Inbox(16 * rank, 1 + rank, word, tl.constexpr(2))),
@@ -306,7 +310,8 @@ def compiled_forms(kernel) -> int:
             "scales": Scales(16 * rank, rank, 1 + rank, rank, tl.constexpr(False)),
             "shape": Shape(1 + rank, 16 * rank, rank),
             "tile": Tile(*map(tl.constexpr, (8, 8, 8, 8))),
-            "extra": None,
+            "extra": extra,
+            "shards": Shards(rank, 1 + rank),
             "placement": Placement(16 * rank, 1 + rank, tl.constexpr(True)),
             "nodes": Nodes(table, table, table, table, rank, 1 + rank, 32 + rank),
             **{name: 8 for name in kernel.arg_names if name.isupper()},

@@ -14,15 +14,16 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 from compile_kernels import compile_reduction
-from compiling import ORDER, record, tuples
+from compiling import ORDER, compiled_forms, record, tuples
 
+from tdcoll.calls.epilogues import with_plain_numbers
 from tdcoll.collectives.all_reduce import kernels_direct, kernels_loop, kernels_nodes, kernels_puts
 from tdcoll.collectives.all_reduce import kernels_words as reduce_words
 from tdcoll.collectives.reduce_scatter import kernels_direct as scatter_direct
 from tdcoll.collectives.reduce_scatter import kernels_loop as scatter_loop
 from tdcoll.collectives.reduce_scatter import kernels_puts as scatter_puts
 from tdcoll.collectives.reduce_scatter import kernels_words as scatter_words
-from tdcoll.primitives import copies
+from tdcoll.primitives import casts, copies
 from tdcoll.primitives.epilogue import Placement
 from tdcoll.primitives.reduce import MAX, MEAN, SUM
 
@@ -93,6 +94,43 @@ def pairs(arch: int) -> list[list[dict[str, Any]]]:
     ]
 
 
+CASTS = (
+    (tl.bfloat16, tl.float32),
+    (tl.float32, tl.float16),
+    (tl.float8e5, tl.float32),
+    (tl.float32, tl.float8e4nv),
+)
+
+
+def compiled_casts(arch: int) -> list[dict[str, Any]]:
+    """Of each cast beside a reduction what comes out."""
+    found = []
+    for source, target in CASTS:
+        constants = {"FROM": source, "TO": target, "TILE": 4096}
+        about = {"from": str(source), "to": str(target)}
+        found.append(record(casts.cast, arch, constants, {}, about, num_warps=8))
+    return found
+
+
+class Factor(NamedTuple):
+    """A number."""
+
+    factor: Any
+
+
+def number_forms() -> dict[str, int]:
+    """How many kernels an epilogue's numbers compile, as they are and as contexts with a budget
+    pass them."""
+    numbers = [Factor(number) for number in (1, 3, 16, 1 << 40)]
+    kernel = reduce_words.all_reduce_one_shot
+    return {
+        "as they are": compiled_forms(kernel, numbers),
+        "plain": compiled_forms(kernel, [with_plain_numbers(extra) for extra in numbers]),
+    }
+
+
 if __name__ == "__main__":
-    made = {"epilogues": pairs(int(sys.argv[1])), "order": list(ORDER)}
+    arch = int(sys.argv[1])
+    made = {"epilogues": pairs(arch), "casts": compiled_casts(arch), "order": list(ORDER)}
+    made["number_forms"] = number_forms()
     json.dump(made, sys.stdout)

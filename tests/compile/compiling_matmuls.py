@@ -16,7 +16,7 @@ import triton.language as tl
 from compiling import ORDER, compile_for, compiled_forms, resources, tuples
 
 from tdcoll.fused.matmul.kernels_all_reduce import matmul_all_reduce
-from tdcoll.fused.matmul.kernels_gather import all_gather_matmul
+from tdcoll.fused.matmul.kernels_gather import Shards, all_gather_matmul
 from tdcoll.fused.matmul.kernels_scatter import matmul_reduce_scatter
 from tdcoll.fused.matmul.launches import Cut, tile_of
 from tdcoll.fused.matmul.product import Scales, Shape, Weight
@@ -109,6 +109,10 @@ def compile_matmul(
     }
     if kernel is matmul_all_reduce:
         types["inbox"] = Lamport("i64", "i64", "*i64", "*i64")
+    if constants.get("COPIED"):
+        types["shards"] = Shards("i32", "i32")
+    elif kernel is all_gather_matmul:
+        usual["shards"] = None
     compiled = compile_for(kernel, arch, usual | given, types, **cut.options)
     ptx, ttgir = compiled.asm["ptx"], compiled.asm["ttgir"]
     return {

@@ -176,6 +176,21 @@ def test_which_kernels_need_nvshmem_and_wait(compiled) -> None:
         assert (kernel.get("globaltimer", 0) > 0) == (name not in LOCAL), kernel
 
 
+def test_casts_move_16_bytes_at_once(assembled) -> None:
+    """Where the addresses allow it. They communicate with no rank."""
+    assert len(assembled["casts"]) >= 4
+    for one in assembled["casts"]:
+        assert one["wide_loads"] > 0, one
+        assert one["wide_stores"] > 0, one
+        assert one["globaltimer"] == one["release_sys"] == 0, one
+        assert one.get("spilled_bytes", 0) == 0, one
+
+
+def test_plain_numbers_of_an_epilogue_share_a_kernel(assembled) -> None:
+    """By themselves a 1, what 16 divides, and large numbers have one of their own."""
+    assert assembled["number_forms"] == {"as they are": 4, "plain": 1}
+
+
 def test_epilogues(assembled) -> None:
     """Every reduction compiles with an epilogue. It has the waits and signals that it has without
     one, because the compiler repeats waits whose results it needs twice, and the epilogue is in its

@@ -4,6 +4,7 @@ out."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -14,7 +15,16 @@ import torch
 
 from tdcoll import fused
 from tdcoll.calls.tuning import Entry, Section, Table
-from tdcoll.fused.matmul.policy import COMPOSED, FUSED, GATHER, ONE_SHOT, REDUCE, SCATTER, TWO_SHOT
+from tdcoll.fused.matmul.policy import (
+    COMPOSED,
+    COPIED,
+    FUSED,
+    GATHER,
+    ONE_SHOT,
+    REDUCE,
+    SCATTER,
+    TWO_SHOT,
+)
 from tdcoll.runtime.topology import Topology
 from tdcoll.testing import World
 from tdcoll.tools.measure.results import Row
@@ -38,7 +48,10 @@ NARROW = MatmulCandidate(FUSED, (128, 128, 64), 4, 4, pushers=16)
 def test_what_is_tried() -> None:
     found = tuner(GATHER).candidates(4096)
     assert [found[0].name, found[-1].name] == ["fused", "composed"]
-    assert len(found) == 1 + 5 * 3 - 1 + 1, "one of the tiles is the default's"
+    # one of the tiles is the default's
+    counts = Counter(one.algorithm for one in found)
+    assert counts == {FUSED: 1 + 5 * 3 - 1, COPIED: 1 + 5 - 1, COMPOSED: 1}
+    assert {one.pushers for one in found if one.algorithm == COPIED} == {None}
     assert "fused 128x128x64 4 stages 8 warps 32 pushers" in [one.name for one in found]
     lags = {one.lag for one in tuner(SCATTER).candidates(4096)}
     assert lags == {None, 1, 2}

@@ -183,3 +183,44 @@ def beside_matmuls() -> None:
                 expect(bool((kept == first).all()), f"{name}, replay {turn}")
                 expect(bool((call() == first).all()), f"{name}, call {turn}")
         ctx.check()
+
+
+@check
+def matmuls_wait_for_copies() -> str:
+    """All-gathers + matmuls whose shards copy engines send, eager and replayed, with other data in
+    each call and ranks that come late."""
+    rows, depth, columns = scaled((2048, 2048, 1024), (66, 16, 16))
+
+    def whole(key: int, *shape: int) -> torch.Tensor:
+        numbers = torch.randint(-3, 4, shape, generator=torch.Generator().manual_seed(key))
+        return numbers.to(device(), torch.bfloat16)
+
+    weight = whole(rank(), columns, depth)
+    x = whole(0, rows, depth)
+    n_calls = scaled(40, 2, shared_gpus=8)
+    with tdcoll.CollectiveContext(max_bytes_per_rank=rows * (2 * depth + 4)) as ctx:
+
+        def call() -> torch.Tensor:
+            return tdcoll.fused.all_gather_matmul(x, weight, ctx=ctx, algorithm="copied")
+
+        call()
+        graph = None
+        captured: list[torch.Tensor] = []
+        if not simulated():
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                captured = [call(), call()]
+        for number in range(n_calls):
+            every = [whole(100 * number + one, rows, depth) for one in range(world())]
+            wanted = (torch.cat(every).float() @ weight.float().t()).bfloat16()
+            x.copy_(every[rank()])
+            if not simulated() and (number + rank()) % 3 == 0:
+                torch.cuda._sleep(300_000)
+            expect(torch.equal(call(), wanted), f"call {number}")
+            if graph is not None:
+                graph.replay()
+                right = all(torch.equal(made, wanted) for made in captured)
+                expect(right, f"replay {number}")
+        ctx.check()
+    return f"{n_calls} calls"

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All-reduce + residual + RMSNorm in one kernel, on every rank of a job."""
+"""All-reduce + residual + RMSNorm in one kernel, and reductions whose result has another dtype than
+their tensor, on every rank of a job."""
 
 from __future__ import annotations
 
+import functools
 import sys
 from pathlib import Path
 
@@ -205,3 +207,38 @@ def fused_graphs() -> None:
     for rows, captured in ((1, 1), (8, 2), (40, 3)):
         with tdcoll.CollectiveContext(max_bytes_per_rank=1 << 16, lamport_bytes=2 << 20) as ctx:
             replay_captured(rows, captured, ctx)
+
+
+@check
+def reductions_to_another_dtype() -> None:
+    """Rounded once from the sum in fp32, eager and replayed."""
+    rows, columns = scaled((96, 1024), (6, 5))
+    dtypes = [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)]
+    dtypes.append((torch.bfloat16, FP8))
+    with tdcoll.CollectiveContext(max_bytes_per_rank=1 << 20) as ctx:
+        for dtype, out_dtype in dtypes:
+            every = [given(one, world() * rows, columns, dtype=dtype) for one in range(world())]
+            wide = [x.cpu().float() for x in every]
+            total = reduce_parts(wide, tdcoll.topology().nodes)
+            if out_dtype is FP8:
+                total = total.clamp(-448, 448)
+            wanted = total.to(out_dtype).float() + 0.0  # -0.0 becomes +0.0
+            wanted = wanted.to(out_dtype)
+            x = every[rank()]
+            for name in ("all_reduce", "reduce_scatter"):
+                part = wanted
+                if name == "reduce_scatter":
+                    part = wanted.chunk(world())[rank()]
+
+                function = getattr(tdcoll, name)
+                call = functools.partial(function, x, out_dtype=out_dtype, ctx=ctx)
+                expect(same_bits(call(), part), f"{name}, {dtype} to {out_dtype}")
+                if simulated():
+                    continue
+                torch.cuda.synchronize()
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    made = call()
+                graph.replay()
+                expect(same_bits(made, part), f"{name}, {dtype} to {out_dtype}, replayed")
+        ctx.check()

@@ -62,11 +62,22 @@ def operators_as_pytorch_checks_them() -> None:
         (tdc.all_gather_matmul.default, (x, residual, None, False, True)),
         (tdc.matmul_reduce_scatter.default, (x, residual)),
         (tdc.matmul_all_reduce.default, (x, residual)),
+        (tdc.matmul_all_reduce.default, (x, residual, None, False, "", None, None, torch.float16)),
     ):
         tensors = [
             a.clone().requires_grad_() if isinstance(a, torch.Tensor) else a for a in arguments
         ]
         torch.library.opcheck(operator, tuple(tensors))
+    fp8 = [tensor.to(torch.float8_e4m3fn) for tensor in (x, residual)]
+    scale = torch.ones(1, device=device())
+    for operator, group in (
+        (tdc.all_gather_matmul.default, (False, "")),
+        (tdc.matmul_reduce_scatter.default, ("",)),
+        (tdc.matmul_all_reduce.default, ("",)),
+    ):
+        given_fp8 = (*fp8, None, False, *group, scale, scale, torch.float16)
+        # PyTorch can't compare fp8, which its other checks do.
+        torch.library.opcheck(operator, given_fp8, test_utils="test_faketensor")
 
 
 @check

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tdcoll.base import arguments
-from tdcoll.base.limits import COLLECTIVES, MATMULS, MAX_BLOCKS, MAX_CHUNKS
+from tdcoll.base.limits import ALGORITHMS, COLLECTIVES, MATMULS, MAX_BLOCKS, MAX_CHUNKS
 
 VERSION = 5
 """Version 5 renamed fields. Those before 4 told eager calls from captured ones, so ranks could
@@ -196,6 +196,10 @@ def _read_section(where: str, value: Any) -> Section:
     for number, one in enumerate(given.pop("entries")):
         at = f"{where}.entries[{number}]"
         how = _fields(at, one, ("up_to", "algorithm"), optional)
+        known = ALGORITHMS[given["operation"]]
+        if how["algorithm"] not in known:
+            expected = f"one of {', '.join(known)} for {given['operation']}"
+            raise _wrong(f"{at}: algorithm", expected, how["algorithm"])
         if "chunks" in how and "chunk" in how:
             raise ValueError(f"{at}: expected chunks or chunk, got both")
         if is_matmul:

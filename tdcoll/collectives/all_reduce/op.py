@@ -28,6 +28,7 @@ def all_reduce(
     symmetric: bool = False,
     epilogue: Callable[..., Any] | None = None,
     extra: Any = None,
+    out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """``[...] -> the same``: reduce the tensors of all ranks, with the same bits on every rank.
 
@@ -47,8 +48,8 @@ def all_reduce(
         op: ``"sum"``, ``"mean"`` or ``"avg"`` (floating point only), ``"max"``, ``"min"``,
             ``"prod"`` or ``"product"`` (not of fp8), or a ``torch.distributed.ReduceOp``; of int8
             and uint8 ``"max"`` or ``"min"``.
-        out: the result: contiguous, of the same shape and dtype. Made if None. May be ``tensor``,
-            and must not overlap it otherwise. It gets no gradient.
+        out: the result: contiguous, of the same shape and dtype (or of ``out_dtype``). Made if
+            None. May be ``tensor``, and must not overlap it otherwise. It gets no gradient.
         group, ctx: as for :func:`tdcoll.all_gather`.
         algorithm: ``"auto"``, ``"one_shot"``, ``"two_shot"``, ``"direct"``, ``"loop"``, ``"ce"``,
             ``"1d"``, ``"2d"``.
@@ -62,6 +63,10 @@ def all_reduce(
         extra: for the epilogue: a NamedTuple of tensors and numbers, or None. Its tensors are
             contiguous, on the context's device, and don't overlap ``out``. All ranks must pass
             equal values, because one rank may compute what all ranks get.
+        out_dtype: the dtype of the result, to which sums, through the epilogue, are rounded once:
+            fp32, bf16, fp16 or fp8, for a ``tensor`` of one of these. If it isn't the dtype of
+            ``tensor``, ranks send fp32, ``out`` must not overlap ``tensor``, and ``symmetric`` must
+            be False. The call has no derivative. None: the dtype of ``tensor``.
 
     Returns:
         ``out``, or a new ordinary tensor.
@@ -77,9 +82,11 @@ def all_reduce(
     """
     tensors = (tensor,) if out is None else (tensor, out)
     options = CollectiveOptions(op, algorithm, symmetric)
-    if epilogue is None and extra is None:
+    if epilogue is None and extra is None and out_dtype is None:
         return run(OPERATION, tensors, options, group, ctx)
-    return run_with_epilogue(WITH_EPILOGUE, tensors, options, epilogue, extra, group, ctx)
+    return run_with_epilogue(
+        WITH_EPILOGUE, tensors, options, epilogue, extra, group, ctx, out_dtype=out_dtype
+    )
 
 
 def all_reduce_(

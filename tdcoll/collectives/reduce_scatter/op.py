@@ -27,6 +27,7 @@ def reduce_scatter(
     algorithm: str | Plan = "auto",
     epilogue: Callable[..., Any] | None = None,
     extra: Any = None,
+    out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """``[world * n, ...] -> [n, ...]``: reduce the tensors of all ranks, and keep this rank's
     segment.
@@ -50,6 +51,7 @@ def reduce_scatter(
         algorithm: ``"ll"``, ``"direct"``, ``"loop"``, ``"ce"``, ``"1d"`` or ``"auto"``.
         epilogue, extra: as for :func:`tdcoll.all_reduce`. The epilogue gets indices in this rank's
             result, and ranks may pass different values in ``extra``, of the same types.
+        out_dtype: as for :func:`tdcoll.all_reduce`.
 
     Returns:
         ``out``, or a new ordinary tensor.
@@ -64,6 +66,8 @@ def reduce_scatter(
     """
     tensors = (tensor,) if out is None else (tensor, out)
     options = CollectiveOptions(op, algorithm)
-    if epilogue is None and extra is None:
+    if epilogue is None and extra is None and out_dtype is None:
         return run(OPERATION, tensors, options, group, ctx)
-    return run_with_epilogue(WITH_EPILOGUE, tensors, options, epilogue, extra, group, ctx)
+    return run_with_epilogue(
+        WITH_EPILOGUE, tensors, options, epilogue, extra, group, ctx, out_dtype=out_dtype
+    )

@@ -22,14 +22,16 @@ multiply; the last ``keepers`` copy the gathered matrix out of the inbox, if the
 Few pushers are enough, because few fill a link. Most of the GPU multiplies while the shard is on
 its way, and a pusher's multiprocessor is free for the thread block that comes after it. With
 ``COPIED`` copy engines send instead (:mod:`tdcoll.primitives.copies`, whose ``enter`` has begun the
-epoch), with a stamp behind each piece, and there are no pushers.
+epoch), with a stamp behind each piece, and there are no pushers. Such a call may have two launches,
+of which the first multiplies only this rank's own shard (``shards``;
+:mod:`tdcoll.fused.matmul.copies` has the reason).
 
 ``WHOLE``: tiles span several shards, because shards have fewer rows than a tile. The own shard then
 goes through the inbox, too, and every tile waits for all shards that it has rows of.
 
 Signal map: ``arrived[slot, piece, s]`` on rank r is set to the epoch by rank s when that piece of
 its shard is here. It is polled by the thread blocks whose tile has rows of the piece, and by
-keepers. Rank r sets its own if it also sends to itself (``SELF``). A launch hears from every peer,
+keepers. Rank r sets its own if it also sends to itself (``SELF``). A call hears from every peer,
 because every piece belongs to some tile.
 
 Ordering: that of :mod:`tdcoll.primitives.stores`. The receiver acquires the signals and ends the
@@ -51,6 +53,8 @@ Order of thread blocks: pushers wait at most for thread block 0 of a peer (one s
 wait for pushers or copy engines of peers. Any number of resident thread blocks makes progress,
 because none waits for one of a higher index.
 """
+
+from typing import NamedTuple
 
 import triton.language as tl
 
@@ -77,6 +81,18 @@ from tdcoll.primitives.group import (
     still_alive,
     this_epoch,
 )
+
+
+class Shards(NamedTuple):
+    """The shards that a launch multiplies, in the order of the launch: 0 is this rank's own.
+
+    Attributes:
+        begin: the first.
+        end: behind the last, at most ``world``.
+    """
+
+    begin: tl.int32
+    end: tl.int32
 
 
 @jit
@@ -174,6 +190,7 @@ def _multiply(
     shape,
     piece,
     row_bytes,
+    shards,
     extra,
     tile,
     DTYPE: tl.constexpr,
@@ -195,7 +212,11 @@ def _multiply(
     row_tiles = tl.cdiv(part_rows, tile.rows)
     column_tiles = tl.cdiv(shape.columns, tile.columns)
     tiles = row_tiles * column_tiles
-    for part in tl.range(0, parts):
+    first_part = 0
+    if shards is not None:
+        first_part = shards.begin
+        parts = shards.end
+    for part in tl.range(first_part, parts):
         # Tiles go round the workers across all shards.
         first_tile = (worker + workers - part * tiles % workers) % workers
         if first_tile < tiles:
@@ -277,6 +298,7 @@ def all_gather_matmul(
     pieces: tl.int32,
     pushers: tl.int32,
     keepers: tl.int32,
+    shards,
     extra,
     tile,
     DTYPE: tl.constexpr,
@@ -308,6 +330,7 @@ def all_gather_matmul(
         pieces: number of pieces of a shard, at most ``g.chunks``.
         pushers: thread blocks that send; 0 with ``COPIED``, or if there is nothing to send.
         keepers: thread blocks that copy to ``gathered``; 0 if it is not wanted.
+        shards: :class:`Shards` with ``COPIED``, otherwise None for all. Keepers copy all shards.
         extra: of the epilogue; a tuple or None.
         DTYPE, OUT: types of the operands and of the result.
         PRECISION: of fp32 operands, ``"ieee"`` or ``"tf32"``.
@@ -355,8 +378,8 @@ def all_gather_matmul(
         )
     elif program < pushers + workers:
         _multiply(
-            program - pushers, workers, source, out, inbox, g, epoch, weight, scales, shape, piece, row_bytes, extra,
-            tile, DTYPE, OUT, PRECISION, EPILOGUE, ALIGNED, WHOLE, WORLD_POW2,
+            program - pushers, workers, source, out, inbox, g, epoch, weight, scales, shape, piece, row_bytes, shards,
+            extra, tile, DTYPE, OUT, PRECISION, EPILOGUE, ALIGNED, WHOLE, WORLD_POW2,
         )  # fmt: skip
     else:
         keeper = program - pushers - workers

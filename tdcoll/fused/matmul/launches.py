@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tdcoll.fused.matmul.kernels_gather import Shards
 from tdcoll.fused.matmul.policy import FP8_STEP, Cut
 from tdcoll.fused.matmul.product import Scales, Shape, Tile, Weight
 from tdcoll.primitives.epilogue import identity
@@ -117,7 +118,7 @@ def gather(
     keepers: int = 0,
     whole: bool = False,
     to_self: bool = False,
-    copied: bool = False,
+    shards: Shards | None = None,
     words: int = 8192,
 ) -> tuple[int, dict[str, Any]]:
     """Return thread blocks and arguments of ``all_gather_matmul``.
@@ -125,6 +126,7 @@ def gather(
     Args:
         workers, pushers, keepers: thread blocks of each kind.
         piece: bytes of a piece, a multiple of 16.
+        shards: of a launch for which copy engines send; None: pushers send.
     """
     rows, depth = operands.x.shape
     row_bytes = depth * operands.x.itemsize
@@ -138,9 +140,10 @@ def gather(
         "pieces": pieces,
         "pushers": pushers,
         "keepers": keepers,
+        "shards": shards,
         "WHOLE": whole,
         "SELF": to_self or whole,
-        "COPIED": copied,
+        "COPIED": shards is not None,
         "WORLD_POW2": _PIECES_OF_A_TILE,
         "WORDS": words,
     }

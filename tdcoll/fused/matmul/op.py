@@ -76,9 +76,9 @@ def all_gather_matmul(
         extra: for the epilogue: a NamedTuple of tensors and numbers, or None.
         batch_invariant: exclude cuBLAS, see above.
         group, ctx: as for :func:`tdcoll.all_gather`.
-        algorithm: ``"fused"``, ``"composed"`` (an all-gather and a matmul) or ``"auto"``, which is
-            ``"composed"`` for few rows, on several nodes, before Hopper, and if the context is too
-            small.
+        algorithm: ``"fused"``, ``"copied"`` (copy engines send, for large shards), ``"composed"``
+            (an all-gather and a matmul) or ``"auto"``, which is ``"composed"`` for few rows, on
+            several nodes, before Hopper, and if the context is too small.
 
     Returns:
         The result; with ``gathered=True`` ``(result, gathered x)``. With several weights the result

@@ -24,14 +24,16 @@ from tdcoll.calls.implicit import ContextSize, PlannedContext, implicit_context,
 from tdcoll.calls.operation import PreparedCall, Request
 from tdcoll.calls.plan import Facts
 from tdcoll.calls.spec import Collective
-from tdcoll.calls.tensors import check_fits, check_readable, check_tensor
+from tdcoll.calls.tensors import check_fits, check_readable, check_tensor, tensors_overlap
+from tdcoll.calls.tuning import source
 from tdcoll.collectives.all_gather.spec import SPEC as ALL_GATHER
 from tdcoll.collectives.all_reduce.spec import SPEC as ALL_REDUCE
 from tdcoll.collectives.reduce_scatter.spec import SPEC as REDUCE_SCATTER
 from tdcoll.fused.matmul import policy
+from tdcoll.fused.matmul.explanation import explain_matmul
 from tdcoll.fused.matmul.policy import ALGORITHMS, GATHER, REDUCE, SCATTER, MatmulPlan, MatmulShape
 from tdcoll.fused.matmul.prepared import PreparedMatmul
-from tdcoll.fused.operation import FusedOperation, check_scale, tensors_overlap
+from tdcoll.fused.operation import FusedOperation, check_scale
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 RESULTS = (torch.bfloat16, torch.float16, torch.float32)
@@ -131,21 +133,22 @@ class MatmulOperation(FusedOperation):
     # ------------------------------------------------------------------ contexts
 
     def _size(self, request: Request, job: runtime.Runtime, ranks: tuple[int, ...]) -> ContextSize:
-        """Return the size of tdcoll's own context: for a call in one kernel, if half of the heap is
-        enough for it."""
+        """Return the size of tdcoll's own context: for a call in one kernel, also with the tile of
+        the tuning table, if half of the heap is enough for it."""
         world = len(ranks)
         heap_bytes = job.heap.nbytes
         shape = self.shape(request, world, job.device)
         plan = policy.plan_of(shape, world, ALGORITHMS[self.name][0], keeps=False)
-        nbytes = policy.inbox_bytes(shape, plan, world)
+        most = heap_bytes // (4 * world)
+        wanted = (policy.inbox_bytes(shape, plan, world), _tuned_bytes(shape, world))
+        fitting = [nbytes for nbytes in wanted if nbytes <= most]
         segment = shape.nbytes // world
         if self.name != GATHER:
             result_bytes = shape.rows * shape.columns * self._widest_itemsize(request, shape)
             segment = self.collective.segment_bytes(result_bytes, world)
-        usual = self.collective.inbox(segment, world, heap_bytes)
-        if self.name == REDUCE or nbytes > heap_bytes // (4 * world):
-            nbytes = usual
-        return ContextSize(nbytes, policy.CHUNKS)
+        if self.name == REDUCE or not fitting:
+            return ContextSize(self.collective.inbox(segment, world, heap_bytes), policy.CHUNKS)
+        return ContextSize(max(fitting), policy.CHUNKS)
 
     @staticmethod
     def _widest_itemsize(request: Request, shape: MatmulShape) -> int:
@@ -269,7 +272,7 @@ class MatmulOperation(FusedOperation):
         return shape, facts, options.algorithm, options.batch_invariant, bool(options.gathered)
 
     def explain(self, request: Request, ctx: Any) -> Explanation:
-        return policy.explain_matmul(*self._decision(request, ctx))
+        return explain_matmul(*self._decision(request, ctx))
 
     def prepare(self, request: Request, ctx: Any) -> PreparedCall:
         self.log_plan(request, ctx)
@@ -285,6 +288,26 @@ class MatmulOperation(FusedOperation):
         return PreparedMatmul(
             ctx, self.collective, tensors, request.options, shape, plan, result, precision
         )
+
+
+def _tuned_bytes(shape: MatmulShape, world: int) -> int:
+    """Return the most bytes of a rank's segment in the inbox that a call needs by the tuning table;
+    0 if the table says nothing.
+
+    Sections for any GPU count, because ranks may have different ones, and their contexts one size.
+    """
+    try:
+        table = source.read(None)
+    except (OSError, TypeError, ValueError):
+        return 0  # All ranks raise the error when the context is made.
+    most = 0
+    for section in table.sections:
+        entry = policy.measured_entry(shape.name, shape.rows, world, (section,), table.name)
+        if entry is not None:
+            tuned = replace(shape, measured=entry)
+            plan = policy.plan_of(tuned, world, entry.algorithm, keeps=False)
+            most = max(most, policy.inbox_bytes(shape, plan, world))
+    return most
 
 
 OPERATIONS = {

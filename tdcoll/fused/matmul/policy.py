@@ -18,17 +18,19 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from tdcoll.base.limits import MATMULS, MAX_CHUNKS, MOST_CHUNKS
-from tdcoll.calls.explain import UNSUPPORTED, Explanation
 from tdcoll.calls.plan import Facts, needs_stores, shares_gpu
-from tdcoll.calls.spec import DEFAULT, REQUESTED, TABLE
 from tdcoll.calls.tuning import Entry, Section
 
 GATHER, SCATTER, REDUCE = NAMES = MATMULS
 
-FUSED, ONE_SHOT, TWO_SHOT, COMPOSED = "fused", "one_shot", "two_shot", "composed"
+FUSED = "fused"
+COPIED = "copied"
+ONE_SHOT = "one_shot"
+TWO_SHOT = "two_shot"
+COMPOSED = "composed"
 
 ALGORITHMS = {
-    GATHER: (FUSED, COMPOSED),
+    GATHER: (FUSED, COPIED, COMPOSED),
     SCATTER: (FUSED, COMPOSED),
     REDUCE: (ONE_SHOT, TWO_SHOT, COMPOSED),
 }
@@ -50,6 +52,18 @@ block, less two at its ends."""
 
 _LEAST_PIECE, _MOST_PIECE = 16 << 10, 512 << 10
 """Bytes of a piece of a shard."""
+
+COPIED_BYTES = 32 << 20
+"""Bytes that a rank sends in an all-gather from which copy engines send them. A push takes time of
+the multiprocessors, on one H200 0.6 to 0.8 us for each MB and peer. Copy engines take none, but the
+call has a hop and a launch more, 5 to 10 us. Whole calls have not been compared."""
+
+_LEAST_COPY = 4 << 20
+"""Bytes of a piece for a copy engine, at least: a copy of 1 MB has half the speed of the link, one
+of 4 MB three quarters."""
+
+_COPIES = 4
+"""Pieces of a shard for copy engines, at most, because the host takes a few us to queue each."""
 
 _TWO_SHOT_BYTES = 64 << 10
 """Bytes of a result from which an all-reduce of more than two ranks is two-shot."""
@@ -195,8 +209,8 @@ class MatmulPlan:
         algorithm: one of the operation's.
         cut: of the matmul, if a kernel of tdcoll's does it.
         blocks: thread blocks that multiply.
-        pushers, keepers, piece: of a gather: thread blocks that send, thread blocks that copy, and
-            bytes of a piece.
+        pushers, keepers, piece: of a gather: thread blocks that send, thread blocks that copy the
+            gathered matrix for the caller, and bytes of a piece.
         lag, stages: of a reduce-scatter.
     """
 
@@ -268,15 +282,19 @@ def plan_of(shape: MatmulShape, world: int, algorithm: str, keeps: bool) -> Matm
     if shape.name == SCATTER and algorithm == FUSED:
         whole_rows = shape.rows // world
     blocks = max(1, min(shape.multiprocessors, cut.tiles(whole_rows, shape.columns)))
-    if shape.name != GATHER or algorithm != FUSED:
+    if shape.name != GATHER or algorithm == COMPOSED:
         return MatmulPlan(algorithm, cut, blocks, lag=entry.lag, stages=entry.stages)
     shard = shape.nbytes // world
+    keepers = entry.pushers if keeps else 0
+    if algorithm == COPIED:
+        piece = max(_LEAST_COPY, -(-shard // (1024 * _COPIES)) * 1024)
+        return MatmulPlan(algorithm, cut, blocks, 0, keepers, piece)
     row_bytes = shape.depth * shape.itemsize
     least = max(_LEAST_PIECE, cut.rows * row_bytes // _TILE_PIECES, shard // MAX_CHUNKS)
     piece = max(least, min(_MOST_PIECE, shard // (4 * entry.pushers))) // 1024 * 1024 + 1024
     pieces = max(1, -(-shard // piece))
     senders = min(entry.pushers, pieces * max(1, world - 1))
-    return MatmulPlan(algorithm, cut, blocks, senders, entry.pushers if keeps else 0, piece)
+    return MatmulPlan(algorithm, cut, blocks, senders, keepers, piece)
 
 
 def is_whole(shape: MatmulShape, plan: MatmulPlan, world: int) -> bool:
@@ -328,6 +346,8 @@ def problem_of(shape: MatmulShape, plan: MatmulPlan, facts: Facts) -> str | None
         return "needs GPUs with tensor descriptors (Hopper and later); got "
     if world > MOST_RANKS:
         return f"needs at most {MOST_RANKS} ranks; got "
+    if plan.algorithm == COPIED and is_whole(shape, plan, world):
+        return f"needs at least {plan.cut.rows} rows of each rank; got {shape.rows // world} on "
     if shares_gpu(facts):
         return "needs all multiprocessors, hence a context without max_blocks; got "
     nbytes = inbox_bytes(shape, plan, world)
@@ -360,7 +380,7 @@ def choose(
     batch_invariant: bool,
     keeps: bool,
 ) -> tuple[MatmulPlan, str]:
-    """Return the plan of a call, and why it isn't in one kernel if it could have been asked to.
+    """Return the plan of a call, and the reason in words if it isn't the default's one kernel.
 
     Args:
         facts: of the context; ``nbytes`` is ignored.
@@ -388,11 +408,20 @@ def choose(
             raise ValueError(f"algorithm={algorithm!r} {problem}{where}. Use algorithm='auto'.")
         return plan, ""
     entry = shape.measured
-    if entry is not None and not (batch_invariant and entry.algorithm == COMPOSED):
+    if entry is not None:
         plan = plan_of(shape, world, entry.algorithm, keeps)
-        if problem_of(shape, plan, facts) is None:
-            return plan, _by_table(entry)
-    shape = replace(shape, measured=None)
+        problem = problem_of(shape, plan, facts)
+        if problem is not None:
+            problem += where
+        if batch_invariant and entry.algorithm == COMPOSED:
+            problem = "is excluded by batch_invariant=True"
+        if problem is None:
+            return plan, by_table(entry)
+        default, why = choose(replace(shape, measured=None), facts, "auto", batch_invariant, keeps)
+        reasons = [f"{by_table(entry)}, {entry.algorithm}, {problem}"]
+        if why:
+            reasons.append(why)
+        return default, "; ".join(reasons)
     composed = plan_of(shape, world, COMPOSED, keeps)
     if not batch_invariant and shape.rows in COMPOSED_ROWS[shape.name]:
         return composed, f"two parts are faster up to {COMPOSED_ROWS[shape.name].stop - 1} rows"
@@ -401,9 +430,11 @@ def choose(
     if shape.name == REDUCE and shape.rows > REDUCED_ROWS:
         return composed, f"one kernel is for up to {REDUCED_ROWS} rows"
     order = [name for name in names if name != COMPOSED]
-    if world > 2 and shape.nbytes >= _TWO_SHOT_BYTES:
+    if shape.name == REDUCE and world > 2 and shape.nbytes >= _TWO_SHOT_BYTES:
         order.reverse()
-    reasons: list[str] = []
+    if shape.name == GATHER and (world - 1) * shape.nbytes // world >= COPIED_BYTES:
+        order.reverse()
+    reasons = []
     for name in order:
         plan = plan_of(shape, world, name, keeps)
         problem = problem_of(shape, plan, facts)
@@ -413,60 +444,7 @@ def choose(
     return composed, "; ".join(reasons)
 
 
-def _by_table(entry: Entry) -> str:
+def by_table(entry: Entry) -> str:
     """Return the reason for a plan of a tuning table."""
     up_to = "any number of rows" if entry.up_to is None else f"up to {entry.up_to} rows"
     return f"the tuning table's entry for {up_to}"
-
-
-def explain_matmul(
-    shape: MatmulShape,
-    facts: Facts,
-    algorithm: str | MatmulPlan,
-    batch_invariant: bool,
-    keeps: bool,
-) -> Explanation:
-    """Explain a call: its bytes are those that a rank sends to another, or of all rows of an
-    all-reduce; its chunks are tiles of this rank's result, and in an all-gather pieces of a
-    shard."""
-    world = facts.topology.world_size
-    group = facts.topology.describe()
-    nbytes = shape.nbytes if shape.name == REDUCE else shape.nbytes // world
-    unsupported: dict[str, str] = {}
-    for name in ALGORITHMS[shape.name]:
-        problem = problem_of(shape, plan_of(shape, world, name, keeps), facts)
-        if problem is not None:
-            unsupported[name] = f"{problem}{group}"
-    try:
-        plan, why = choose(shape, facts, algorithm, batch_invariant, keeps)
-    except ValueError as error:
-        if algorithm not in ALGORITHMS[shape.name]:
-            raise
-        return Explanation(
-            shape.name,
-            nbytes,
-            group,
-            None,
-            reason=UNSUPPORTED,
-            why=str(error),
-            unsupported=unsupported,
-        )
-    reason = DEFAULT if algorithm == "auto" else REQUESTED
-    if shape.measured is not None and why == _by_table(shape.measured):
-        reason = TABLE
-    if plan.algorithm == COMPOSED:  # its collective has numbers of its own
-        return Explanation(
-            shape.name, nbytes, group, COMPOSED, reason=reason, why=why, unsupported=unsupported
-        )
-    chunks = plan.cut.tiles(
-        shape.rows // world if shape.name == SCATTER else shape.rows, shape.columns
-    )
-    chunk_bytes = plan.cut.rows * plan.cut.columns * shape.out_itemsize
-    if plan.piece:
-        chunks = max(1, -(-nbytes // plan.piece))
-        chunk_bytes = plan.piece
-    blocks = plan.blocks + plan.pushers + plan.keepers
-    return Explanation(
-        shape.name, nbytes, group, plan.algorithm, chunks, chunk_bytes, blocks, plan.cut.num_warps, 1,
-        reason, why, unsupported,
-    )  # fmt: skip

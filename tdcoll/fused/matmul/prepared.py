@@ -12,23 +12,30 @@ from typing import Any
 import torch
 
 from tdcoll.base.call_log import CallRecord, record_of
+from tdcoll.base.limits import MAX_BLOCKS
 from tdcoll.calls.context import CollectiveContext
-from tdcoll.calls.epilogues import identity_of, join_extra
+from tdcoll.calls.copies import CopyEngines, enter_step
+from tdcoll.calls.epilogues import identity_of, join_extra, with_plain_numbers
 from tdcoll.calls.launch_spec import KernelOptions
 from tdcoll.calls.operation import Bound
 from tdcoll.calls.plan import Facts
 from tdcoll.calls.spec import Collective
+from tdcoll.calls.steps import Step
+from tdcoll.calls.tensors import tensors_overlap
 from tdcoll.collectives.all_gather.spec import SPEC as ALL_GATHER
 from tdcoll.fused.matmul import (
+    copies,
     kernels_all_reduce,
     kernels_gather,
     kernels_local,
     kernels_scatter,
     launches,
 )
+from tdcoll.fused.matmul.kernels_gather import Shards
 from tdcoll.fused.matmul.launches import Operands
 from tdcoll.fused.matmul.policy import (
     COMPOSED,
+    COPIED,
     GATHER,
     REDUCE,
     SCATTER,
@@ -37,7 +44,7 @@ from tdcoll.fused.matmul.policy import (
     MatmulShape,
     is_whole,
 )
-from tdcoll.fused.operation import aligned, requires_gradient, tensors_overlap
+from tdcoll.fused.operation import aligned, requires_gradient
 from tdcoll.fused.prepared import PreparedSteps
 from tdcoll.primitives.epilogue import identity
 from tdcoll.primitives.group import Inbox
@@ -76,7 +83,9 @@ class PreparedMatmul(PreparedSteps):
             self.add_temporary("gathered", (ctx.world_size * x.shape[0], *x.shape[1:]), x.dtype)
         if not x.numel():
             return
-        if plan.algorithm != COMPOSED:
+        if plan.algorithm == COPIED:
+            self._add_copied(tensors)
+        elif plan.algorithm != COMPOSED:
             self._add_fused(tensors)
         elif shape.name == GATHER:
             self._add_gather_and_matmul(tensors)
@@ -142,6 +151,64 @@ class PreparedMatmul(PreparedSteps):
             record = record_of(self._shape.name, 0, 1)
         parameters = self._parameters(tensors, "x", "out", keeps=plan.keepers > 0)
         self._add_kernel(kernel, blocks, arguments, parameters, record)
+
+    def _add_copied(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Add the copies by copy engines, and the kernel that multiplies what arrives."""
+        ctx = self._ctx
+        plan = self._plan
+        world = ctx.world_size
+        rows = self._shape.rows // world
+        scale = None
+        if "x_scale" in tensors:
+            scale = "x_scale"
+            if tensors[scale].numel() != rows:  # a copy takes a scale for each row
+                scale = "own_scale"
+                self.add_temporary(scale, (rows,), torch.float32)
+                self.add_host_step(_expand_scale)
+        engines = CopyEngines(ctx, self._shape.name)
+        shard_copies = copies.ShardCopies(
+            ctx,
+            self._shape.name,
+            engines,
+            nbytes=self._shape.nbytes // world,
+            piece=plan.piece,
+            rows=rows,
+            scale=scale,
+        )
+        whole, own, others = (
+            self._copied_launch(tensors, shards, keepers)
+            for shards, keepers in (
+                (Shards(0, world), plan.keepers),
+                (Shards(0, 1), 0),
+                (Shards(1, world), plan.keepers),
+            )
+        )
+        self.add_step(enter_step(ctx, engines), record_of(self._shape.name, even=True))
+        self.add_step(copies.CopiedShardsStep(ctx, shard_copies, whole, own, others))
+
+    def _copied_launch(
+        self, tensors: dict[str, torch.Tensor], shards: Shards, keepers: int
+    ) -> Step:
+        """Return the launch that multiplies some of the shards.
+
+        It doesn't begin early, because copies come before it.
+        """
+        ctx = self._ctx
+        plan = self._plan
+        group = ctx.device_group
+        blocks, arguments = launches.gather(
+            self._operands(tensors, "x", "out"),
+            plan.cut,
+            group,
+            Inbox(ctx.inbox.data_ptr(), ctx.capacity, group.deltas, launches.TWO_SLOTS),
+            workers=plan.blocks,
+            piece=plan.piece,
+            keepers=keepers,
+            shards=shards,
+        )
+        parameters = self._parameters(tensors, "x", "out", keeps=plan.keepers > 0)
+        kernel = kernels_gather.all_gather_matmul
+        return self._kernel_step(kernel, blocks, arguments, parameters, allow_pdl=False)
 
     def _add_gather_and_matmul(self, tensors: dict[str, torch.Tensor]) -> None:
         ctx = self._ctx
@@ -225,18 +292,33 @@ class PreparedMatmul(PreparedSteps):
         record: CallRecord | None = None,
         num_warps: int | None = None,
     ) -> None:
-        """Add the launch of a kernel.
+        """Add the launch of a kernel, see :meth:`_kernel_step`."""
+        step = self._kernel_step(kernel, blocks, arguments, parameters, num_warps=num_warps)
+        self.add_step(step, record)
+
+    def _kernel_step(
+        self,
+        kernel: Any,
+        blocks: int,
+        arguments: dict[str, Any],
+        parameters: dict[str, str],
+        *,
+        num_warps: int | None = None,
+        allow_pdl: bool = True,
+    ) -> Step:
+        """Return the launch of a kernel.
 
         Args:
             parameters: The parameters that each call brings, and the names of their tensors.
         """
-        options = self._plan.cut.options
+        options: dict[str, Any] = self._plan.cut.options
         if num_warps is not None:
             options = {"num_warps": num_warps}
+        options["allow_pdl"] = allow_pdl and self._ctx.allow_pdl
         fixed = {name: value for name, value in arguments.items() if name not in parameters}
         # Triton sees what an epilogue reads as tensors, because their dtypes are its own.
         extra = [name for name in parameters.values() if name.startswith("extra.")]
-        self.add_kernel(kernel, blocks, fixed, parameters, record, extra, **options)
+        return self.kernel_step(kernel, blocks, fixed, parameters, extra, **options)
 
     def _operands(self, tensors: dict[str, torch.Tensor], source: str, out: str) -> Operands:
         """Return what a kernel multiplies. Tensors that a launch brings count by shape, dtype and
@@ -252,6 +334,8 @@ class PreparedMatmul(PreparedSteps):
         if out == "out" and self._options.epilogue is not None:
             epilogue = self._options.epilogue
             extra = join_extra(self._options.extra, tensors)
+            if self._ctx.max_blocks != MAX_BLOCKS:  # as for dense reductions
+                extra = with_plain_numbers(extra)
         x_scale = tensors.get("x_scale")
         if source == "gathered" and x_scale is not None:
             x_scale = torch.empty(rows, dtype=torch.float32, device="meta")

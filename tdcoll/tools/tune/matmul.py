@@ -26,7 +26,15 @@ from tdcoll.calls.plan import Facts
 from tdcoll.calls.tuning import Entry, Section
 from tdcoll.fused.matmul import policy
 from tdcoll.fused.matmul.operation import machine_of
-from tdcoll.fused.matmul.policy import COMPOSED, GATHER, REDUCE, SCATTER, MatmulPlan, MatmulShape
+from tdcoll.fused.matmul.policy import (
+    COMPOSED,
+    COPIED,
+    GATHER,
+    REDUCE,
+    SCATTER,
+    MatmulPlan,
+    MatmulShape,
+)
 from tdcoll.language import INTERPRETED
 from tdcoll.runtime.topology import Topology
 from tdcoll.tools.measure.benchmark import Benchmark, Show, run
@@ -160,7 +168,9 @@ class MatmulTuner:
                 continue
             for tile, stages, warps in _TILES[self.name]:
                 tiled = partial(MatmulCandidate, algorithm, tile, stages, warps)
-                if self.name == GATHER:
+                if algorithm == COPIED:
+                    found.append(tiled())
+                elif self.name == GATHER:
                     found += [tiled(pushers=count) for count in _PUSHERS]
                 elif self.name == SCATTER:
                     found += [tiled(lag=lag) for lag in _LAGS]

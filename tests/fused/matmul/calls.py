@@ -13,9 +13,23 @@ from collectives.suite.data import different
 
 import tdcoll
 from tdcoll.fused.matmul.operation import FP8
-from tdcoll.fused.matmul.policy import GATHER, SCATTER
+from tdcoll.fused.matmul.policy import GATHER, SCATTER, Cut, MatmulPlan
 
 from .cases import Residual, add_residual, sum_of, whole
+
+
+def calls_by(name: str, algorithm: Any, **changes: Any) -> Calls:
+    """Return calls by an algorithm that supports them: two-shot calls need a share of each tile for
+    each rank, and copied ones a tile of rows from each rank."""
+    usual: dict[str, Any] = {}
+    if algorithm == "two_shot":
+        usual = {"rows": (6,), "columns": 72}
+    if algorithm == "copied":
+        depth = 128 if changes.get("dtype") in FP8 else 16
+        keepers = 2 if changes.get("gathered") else 0
+        cut = Cut(4, 16, depth, 1, 1, group=2)
+        algorithm = MatmulPlan("copied", cut, 3, keepers=keepers, piece=160)
+    return Calls(name, (algorithm,), **{**usual, **changes})
 
 
 @dataclass(frozen=True)

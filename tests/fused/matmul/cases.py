@@ -367,7 +367,7 @@ class Gather(Matmuls):
             keepers=self.keepers,
             whole=self.whole,
             to_self=self.symmetric,
-            copied=self.copied,
+            shards=KERNELS.kernels_gather.Shards(0, world) if self.copied else None,
             words=16,
         )
         KERNELS.kernels_gather.all_gather_matmul[(blocks,)](**arguments)

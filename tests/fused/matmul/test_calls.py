@@ -23,7 +23,7 @@ from tdcoll.fused.matmul.policy import (
 )
 from tdcoll.testing import World, explore
 
-from .calls import Calls
+from .calls import Calls, calls_by
 
 HEAP = 1 << 22
 FP8 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -32,16 +32,10 @@ WAYS = [(name, algorithm) for name, algorithms in ALGORITHMS.items() for algorit
 EACH = pytest.mark.parametrize(("name", "algorithm"), WAYS)
 
 
-def case(name: str, algorithm: Any, **changes: Any) -> Calls:
-    """Return a case; two-shot calls need a share of each tile for each rank."""
-    more = {"rows": (6,), "columns": 72} if algorithm == "two_shot" else {}
-    return Calls(name, (algorithm,), **{**more, **changes})
-
-
 @EACH
 @seeds(1, 10)
 def test_clean_over_seeds(name: str, algorithm: str, seeds: range) -> None:
-    explore(case(name, algorithm, count=3), n_pes=3, seeds=seeds, heap_bytes=HEAP)
+    explore(calls_by(name, algorithm, count=3), n_pes=3, seeds=seeds, heap_bytes=HEAP)
 
 
 @EACH
@@ -49,7 +43,7 @@ def test_clean_over_seeds(name: str, algorithm: str, seeds: range) -> None:
 def test_every_number_of_ranks(name: str, algorithm: str, n_pes: int) -> None:
     if algorithm == "two_shot" and n_pes == 1:
         n_pes = 2
-    explore(case(name, algorithm), n_pes=n_pes, seeds=1, heap_bytes=4 * HEAP)
+    explore(calls_by(name, algorithm), n_pes=n_pes, seeds=1, heap_bytes=4 * HEAP)
 
 
 @EACH
@@ -66,7 +60,7 @@ def test_every_number_of_ranks(name: str, algorithm: str, n_pes: int) -> None:
     ids=str,
 )
 def test_forms(name: str, algorithm: str, changes: dict[str, Any]) -> None:
-    explore(case(name, algorithm, **changes), n_pes=2, seeds=1, heap_bytes=HEAP)
+    explore(calls_by(name, algorithm, **changes), n_pes=2, seeds=1, heap_bytes=HEAP)
 
 
 @EACH
@@ -75,24 +69,32 @@ def test_forms(name: str, algorithm: str, changes: dict[str, Any]) -> None:
 )
 def test_fp8(name: str, algorithm: str, dtype: torch.dtype, scales: str) -> None:
     context = (("max_bytes_per_rank", 1 << 20), ("lamport_bytes", 1 << 18))
-    made = case(
+    made = calls_by(
         name, algorithm, dtype=dtype, scales=scales, depth=144, context=context, biased=True
     )
     explore(made, n_pes=2, seeds=1, heap_bytes=1 << 24)
 
 
+@seeds(1, 12)
+def test_copied_calls_between_others(seeds: range) -> None:
+    """They have even epochs, and the first slot, which other calls use as well."""
+    algorithms = ("copied", "fused", "copied", "copied", "composed", "fused")
+    made = Calls(GATHER, algorithms, count=6, rows=(66,), depth=16, columns=16, late=(0, 0, 30))
+    explore(made, n_pes=3, seeds=seeds, heap_bytes=HEAP, stragglers=True)
+
+
 @pytest.mark.parametrize("algorithm", ALGORITHMS[GATHER])
-@pytest.mark.parametrize("rows", [(3,), slow_tier((66,))])
+@pytest.mark.parametrize("rows", [(5,), slow_tier((66,))])
 def test_the_gathered_matrix(algorithm: str, rows: tuple[int, ...]) -> None:
-    made = Calls(
-        GATHER, (algorithm,), rows=rows, gathered=True, context=(("max_bytes_per_rank", 1 << 18),)
-    )
+    context = (("max_bytes_per_rank", 1 << 18),)
+    made = calls_by(GATHER, algorithm, rows=rows, gathered=True, context=context)
     explore(made, n_pes=3, seeds=1, heap_bytes=1 << 24)
 
 
 SMALL = Cut(4, 16, 16, 1, 1, group=2)
 PLANS = [
     (GATHER, MatmulPlan("fused", SMALL, 3, pushers=2, keepers=1, piece=160)),
+    (GATHER, MatmulPlan("copied", SMALL, 3, keepers=1, piece=160)),
     (SCATTER, MatmulPlan("fused", SMALL, 3, lag=2)),
     (REDUCE, MatmulPlan("one_shot", SMALL, 3)),
     (REDUCE, MatmulPlan("two_shot", SMALL, 2)),

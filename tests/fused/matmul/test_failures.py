@@ -17,7 +17,7 @@ from tdcoll.base.errors import RankMismatchError
 from tdcoll.fused.matmul.policy import ALGORITHMS, GATHER, NAMES, SCATTER
 from tdcoll.testing import World, explore
 
-from .calls import Call, Calls
+from .calls import Call, Calls, calls_by
 from .cases import Residual, add_residual, negate
 
 HEAP = 1 << 22
@@ -26,18 +26,12 @@ EACH_WAY = pytest.mark.parametrize(("name", "algorithm"), WAYS)
 EACH = pytest.mark.parametrize("name", NAMES)
 
 
-def case(name: str, algorithm: str, **changes: Any) -> Calls:
-    """Return calls; two-shot calls need a share of each tile for each rank."""
-    wide = {"rows": (6,), "columns": 72} if algorithm == "two_shot" else {}
-    return Calls(name, (algorithm,), **{**wide, **changes})
-
-
 # ---------------------------------------------------------------------- ranks that don't come
 
 
 @EACH_WAY
 def test_a_killed_peer_is_named(name: str, algorithm: str) -> None:
-    calls = case(name, algorithm)
+    calls = calls_by(name, algorithm)
     errors: dict[int, tdcoll.CollectiveTimeout] = {}
 
     def host(pe: int) -> None:
@@ -97,7 +91,7 @@ class Late(Calls):
 def test_ranks_give_up_on_a_late_one_or_have_the_right_results(
     name: str, algorithm: str, seeds: range
 ) -> None:
-    plain = case(name, algorithm, count=3)
+    plain = calls_by(name, algorithm, count=3)
     late = Late(**{one: getattr(plain, one) for one in plain.__dataclass_fields__})
     late = replace(late, late=(0, 40, 0))
     world: dict[str, Any] = {"n_pes": 3, "heap_bytes": HEAP, "on_timeout": "early"}
@@ -159,7 +153,7 @@ class Moved(Calls):
 
 @EACH_WAY
 def test_addresses_differ_between_ranks_and_calls(name: str, algorithm: str) -> None:
-    plain = case(name, algorithm, count=4, dtype=torch.float32)
+    plain = calls_by(name, algorithm, count=4, dtype=torch.float32)
     calls = Moved(**{one: getattr(plain, one) for one in plain.__dataclass_fields__})
     explore(calls, n_pes=3, seeds=2, heap_bytes=HEAP)
 

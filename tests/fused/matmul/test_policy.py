@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 from tdcoll.calls.plan import Facts
+from tdcoll.fused.matmul.explanation import explain_matmul
 from tdcoll.fused.matmul.policy import (
     ALGORITHMS,
     COMPOSED,
+    COPIED,
     FUSED,
     GATHER,
     NAMES,
@@ -44,7 +46,11 @@ def shape(name: str, rows: int, depth: int, columns: int, **more: Any) -> Matmul
         (shape(GATHER, 128, 8192, 3584), 2, COMPOSED, 56, 0),
         (shape(GATHER, 512, 8192, 3584), 2, FUSED, 112, 16),
         (shape(GATHER, 2048, 4096, 1792), 2, FUSED, 112, 8),
-        (shape(GATHER, 8192, 8192, 1280), 2, FUSED, 132, 32),
+        (shape(GATHER, 8192, 2048, 1280), 2, FUSED, 132, 32),
+        (shape(GATHER, 8192, 8192, 1280), 2, COPIED, 132, 0),
+        (shape(GATHER, 4096, 8192, 3584), 2, COPIED, 132, 0),
+        (shape(GATHER, 4096, 4096, 3584), 2, FUSED, 132, 16),
+        (shape(GATHER, 8192, 4096, 3584), 4, COPIED, 132, 0),
         (shape(GATHER, 8192, 8192, 1280), 1, COMPOSED, 132, 0),
         (shape(SCATTER, 128, 3584, 8192), 2, COMPOSED, 128, 0),
         (shape(SCATTER, 512, 3584, 8192), 2, COMPOSED, 128, 0),
@@ -91,6 +97,39 @@ def test_one_kernel_that_there_cannot_be(name: str, where: dict[str, int], messa
     plan, why = choose(call, found, "auto", True, False)
     assert plan.algorithm == COMPOSED
     assert ALGORITHMS[name][0] in why
+
+
+@pytest.mark.parametrize("world", [2, 8])
+@pytest.mark.parametrize("rows", [128, 4096, 40000])
+def test_pieces_for_copy_engines_are_few_and_large(world: int, rows: int) -> None:
+    call = shape(GATHER, rows * world, 8192, 1024)
+    found = facts(world, capacity=1 << 30)
+    plan, _ = choose(call, found, COPIED, False, True)
+    pieces = -(-rows * 16384 // plan.piece)
+    assert plan.piece % 16 == 0
+    assert plan.piece >= 4 << 20
+    assert 1 <= pieces <= 4
+    assert plan.keepers > plan.pushers == 0
+    fused, _ = choose(call, found, FUSED, False, True)
+    assert inbox_bytes(call, plan, world) == inbox_bytes(call, fused, world)
+
+
+def test_explanations_of_copies() -> None:
+    call = shape(GATHER, 8192, 8192, 1280)
+    said = explain_matmul(call, facts(2), "auto", False, False)
+    assert (said.algorithm, said.reason) == (COPIED, "default")
+    assert (said.chunks, said.chunk_bytes, said.blocks, said.epochs) == (4, 16 << 20, 132, 1)
+    few = explain_matmul(shape(GATHER, 100, 8192, 1280), facts(2), COPIED, False, False)
+    assert few.algorithm is None
+    assert "needs at least 64 rows of each rank; got 50 on" in few.why
+
+
+def test_copies_need_a_tile_of_rows_from_each_rank() -> None:
+    """The own rows of a tile would otherwise have to be copied as well."""
+    small = shape(GATHER, 2 * 63, 8192, 512)
+    with pytest.raises(ValueError, match="'copied' needs at least 64 rows of each rank; got 63 on"):
+        choose(small, facts(2), COPIED, False, False)
+    assert choose(replace(small, rows=128), facts(2), COPIED, False, False)[0].algorithm == COPIED
 
 
 def test_gpus_before_hopper_take_the_parts_in_a_row() -> None:

@@ -5,15 +5,20 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import tdcoll
+from tdcoll.base import limits
+from tdcoll.calls.collective import spec_of
 from tdcoll.calls.plan import Facts
 from tdcoll.calls.tuning import SIMULATOR, Entry, Section, Table
+from tdcoll.fused.matmul.explanation import explain_matmul
 from tdcoll.fused.matmul.policy import (
     ALGORITHMS,
     COMPOSED,
@@ -117,7 +122,9 @@ def test_the_entry_that_holds() -> None:
     assert measured_entry(REDUCE, 1, 2, table) is None
     assert measured_entry(GATHER, 1, 3, table) is None, "other ranks"
     assert measured_entry(GATHER, 1, 2, (section(GATHER, few, nodes=2),)) is None
-    with pytest.raises(ValueError, match=r"mine: .*expected one of fused, composed, got one_shot"):
+    with pytest.raises(
+        ValueError, match=r"mine: .*expected one of fused, copied, composed, got one_shot"
+    ):
         measured_entry(GATHER, 1, 2, (section(GATHER, Entry(None, ONE_SHOT)),), "mine")
 
 
@@ -152,7 +159,40 @@ def test_a_table_that_does_not_hold_changes_nothing() -> None:
         (shape(REDUCE, 64), shape(REDUCE, 64, two_shot), facts(), (ONE_SHOT, False)),
         (shape(GATHER, 64), shape(GATHER, 64, small), facts(), (COMPOSED, False)),
     ):
-        assert choose(tuned, where, *asked, False) == choose(wanted, where, *asked, False)
+        plan, why = choose(tuned, where, *asked, False)
+        default, of_default = choose(wanted, where, *asked, False)
+        assert plan == default
+        if asked[0] == "auto":
+            assert why.startswith("the tuning table's entry for any number of rows, ")
+            assert why.endswith(of_default)
+
+
+@pytest.mark.parametrize(
+    ("tuned", "where", "invariant", "said"),
+    [
+        (
+            shape(
+                SCATTER, 4096, Entry(None, FUSED, tile=(256, 256, 64), num_stages=2, num_warps=8)
+            ),
+            facts(capacity=1 << 20),
+            False,
+            r"fused, needs max_bytes_per_rank=\d+ or more in the context; got 1048576 on 2 rank",
+        ),
+        (
+            shape(GATHER, 4096, Entry(None, COMPOSED)),
+            facts(),
+            True,
+            "composed, is excluded by batch",
+        ),
+    ],
+    ids=["too small", "batch_invariant"],
+)
+def test_explanations_say_why_a_table_does_not_hold(
+    tuned: MatmulShape, where: Facts, invariant: bool, said: str
+) -> None:
+    found = explain_matmul(tuned, where, "auto", invariant, False)
+    assert found.reason == "default"
+    assert re.match(f"the tuning table's entry for any number of rows, {said}", found.why)
 
 
 def test_a_named_algorithm_has_the_cut_of_its_entry() -> None:
@@ -201,6 +241,61 @@ def test_calls_and_explanations_follow_the_table(name: str) -> None:
     World(2, heap_bytes=1 << 24).run(host)
 
 
+WIDE = {"tile": (256, 256, 64), "num_stages": 2, "num_warps": 2}
+
+
+def test_own_contexts_are_large_enough_for_tuned_tiles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever GPU the table's section is for: ranks may have several kinds."""
+    others = section(SCATTER, Entry(None, FUSED, **SMALL), architecture="NVIDIA Other")
+    table = Table((others, section(SCATTER, Entry(None, FUSED, **WIDE))))
+    file = tmp_path / "t.json"
+    file.write_text(table.text())
+    monkeypatch.setenv("TDCOLL_TUNING", str(file))
+    # Its tiles need more than the 1 MiB that contexts have at least, and those of the default less.
+    weight = torch.ones(9 * 256, 16, dtype=torch.bfloat16)
+
+    def host(pe: int) -> None:
+        x = weight.new_ones(8, 16)
+        made = tdcoll.fused.matmul_reduce_scatter(x, weight)
+        assert (made == 32).all()
+        said = tdcoll.explain(SCATTER, x, weight=weight)
+        assert (said.algorithm, said.reason, said.warps) == (FUSED, "table", 2)
+        tdcoll.check()
+
+    World(2, heap_bytes=1 << 24).run(host)
+
+
+def test_files_with_a_wrong_algorithm_are_refused_when_they_are_read(tmp_path: Path) -> None:
+    """Also in sections for other GPUs; the error has the file, the section and the entry."""
+    file = tmp_path / "t.json"
+    known = {**ALGORITHMS, "broadcast": ("ll", "direct", "loop", "1d")}
+    for name, algorithms in known.items():
+        sections = (
+            section(REDUCE if name == GATHER else GATHER, Entry(None, COMPOSED)),
+            section(name, Entry(8, algorithms[0]), Entry(None, "star"), architecture="Other"),
+        )
+        file.write_text(Table(sections).text())
+        wanted = re.escape(
+            f"{file}: tables[1].entries[1]: algorithm: expected one of {', '.join(algorithms)} for "
+            f'{name}, got "star"'
+        )
+        with pytest.raises(ValueError, match=f"^{wanted}$"):
+            Table.load(file)
+
+    def host(pe: int) -> None:
+        with pytest.raises(ValueError, match=wanted):
+            tdcoll.CollectiveContext(tuning=str(file))
+
+    World(2, heap_bytes=1 << 20).run(host)
+
+
+def test_names_of_algorithms_are_those_of_specs_and_policies() -> None:
+    found = {name: spec_of(name).names for name in limits.COLLECTIVES} | ALGORITHMS
+    assert found == limits.ALGORITHMS
+
+
 def test_a_table_of_a_wrong_algorithm_is_an_error_that_names_it() -> None:
     table = Table((section(GATHER, Entry(None, "ring")),), "mine")
 
@@ -211,7 +306,9 @@ def test_a_table_of_a_wrong_algorithm_is_an_error_that_names_it() -> None:
                 more: dict[str, Any] = {"weight": torch.ones(8, 32)}
                 if call is tdcoll.explain:
                     given = (GATHER, *given)  # type: ignore[assignment]
-                with pytest.raises(ValueError, match=r"mine: .*expected one of fused, composed"):
+                with pytest.raises(
+                    ValueError, match=r"mine: .*expected one of fused, copied, composed"
+                ):
                     call(*given, **more, ctx=ctx)
 
     World(2, heap_bytes=1 << 22).run(host)
