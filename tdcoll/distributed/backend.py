@@ -257,7 +257,8 @@ class TdcollProcessGroup(ProcessGroup):
                 write()
 
         values = [value for _, result in calls for value in result]
-        return FallbackWork([] if work is None else [work], finish, values, device)
+        works = [] if work is None else [work]
+        return FallbackWork(works, finish, values, fallback.copies_to(device))
 
     # PyTorch's Python code calls these, and its C++ code those without underscores, from 2.15 on.
     _start_coalescing: Any = start_coalescing

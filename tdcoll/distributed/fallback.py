@@ -84,8 +84,12 @@ class Fallback:
             by_operator = False
         return inside_operator(self.group, call, make) if watched() and not by_operator else make()
 
+    def copies_to(self, device: torch.device) -> torch.device | None:
+        """Return the GPU that gloo copies results to; None where it needn't."""
+        return device if device.type == "cuda" and self.name(device) == "gloo" else None
+
     def _make(self, call: Call) -> Any:
-        if call.opts is None and call.device.type == "cuda" and self.name(call.device) == "gloo":
+        if call.opts is None and self.copies_to(call.device) is not None:
             raise ValueError(
                 f"{call.method.name}: tensor must be on the CPU where ranks share GPUs, since gloo cannot send GPU "
                 f"memory; got one on {call.device}. Pass a copy, tensor.cpu(), or run with a GPU for each rank"
@@ -119,7 +123,8 @@ class Fallback:
             self.block.append((finish, started.result))
             return next(iter(started.works), None)
         if call.opts is None or call.opts.asyncOp:
-            return FallbackWork(started.works, finish, started.result, call.device)
+            copies_to = self.copies_to(call.device)
+            return FallbackWork(started.works, finish, started.result, copies_to)
         for work in started.works:
             work.wait()
         finish()

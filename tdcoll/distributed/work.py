@@ -285,7 +285,8 @@ class FallbackWork(AsynchronousWork):
         works: of the backend; the call is complete when all of them are.
         finish: writes the results; None if the backend does.
         result: the value of the work and of its future.
-        device: of the tensors.
+        copies_to: the GPU, if the works are gloo's, which copy to it on streams of their own; else
+            None.
     """
 
     def __init__(
@@ -293,10 +294,10 @@ class FallbackWork(AsynchronousWork):
         works: Sequence[Any],
         finish: Callable[[], None] | None,
         result: list[Any],
-        device: torch.device,
+        copies_to: torch.device | None,
     ) -> None:
         super().__init__()
-        self._device = device
+        self._copies_to = copies_to
         self._works = list(works)
         self._finish = finish
         self._result = result
@@ -343,29 +344,25 @@ class FallbackWork(AsynchronousWork):
     _source_rank = source_rank
 
     def get_future(self) -> Any:
-        """Return a future whose value is ordered on the stream of the one that waits for it.
+        futures = [work.get_future() for work in self._works]
+        together = torch.futures.collect_all(futures)
 
-        The future of gloo's works isn't: it is complete when a copy to the GPU has been queued on a
-        stream of gloo's, and only ``synchronize()`` lets the current stream wait for that.
-        """
-        on_gpu = self._device.type == "cuda"
-        future: Any = torch.futures.Future(devices=[self._device] if on_gpu else None)
-
-        def complete(done: Any) -> None:
-            try:
-                for each in done.value():
-                    each.value()  # which raises the error of a call that has failed
-                for work in self._works:
-                    work.synchronize()  # wait() would wait for this thread: gloo calls it before
+        def value(done: Any) -> list[Any]:
+            for each in done.value():
+                each.value()  # which raises the error of a call that has failed
+            if self._copies_to is None:
                 self._write()
-            except Exception as error:
-                future.set_exception(error)
-            else:
-                future.set_result(self._result)  # on a GPU its event is recorded now
+                return self._result
+            # The future of a work of gloo's is complete when a copy has been queued, and the
+            # thread that waits for this one's may have any current stream.
+            for work in self._works:
+                work.synchronize()  # wait() would wait for this thread, which gloo calls before
+            self._write()
+            torch.cuda.current_stream(self._copies_to).synchronize()
+            return self._result
 
-        together = torch.futures.collect_all([work.get_future() for work in self._works])
-        together.add_done_callback(complete)
-        return future
+        # An error that a callback raises is one for C++ as well, and one that is set is a value.
+        return together.then(value)
 
 
 def not_complete() -> RuntimeError:

@@ -195,7 +195,7 @@ class OldWork:
 
 
 def fallback_work(*works: OldWork, finish: Any = None, result: Any = ()) -> FallbackWork:
-    return FallbackWork(works, finish, list(result), torch.device("cpu"))
+    return FallbackWork(works, finish, list(result), None)
 
 
 def test_works_of_the_fallback_backend_have_their_errors_in_every_pytorch() -> None:
@@ -207,21 +207,32 @@ def test_works_of_the_fallback_backend_have_their_errors_in_every_pytorch() -> N
     assert not fallback_work(OldWork(wrong)).is_success()
 
 
-def test_futures_of_the_fallback_backend_write_behind_its_works() -> None:
+def test_futures_of_the_fallback_backend_are_complete_behind_copies_to_gpus(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A future of gloo's is complete before its copies to the GPU are."""
+    gpu = torch.device("cuda", 3)
     works = OldWork(None), OldWork(None)
-    ordered: list[list[int]] = []
+    done: list[Any] = []
+    stream = SimpleNamespace(synchronize=lambda: done.append("stream"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: done.append(device) or stream)
+
+    def finish() -> None:
+        done.append([each.ordered for each in works])
+
     tensor = torch.ones(1)
-    work = fallback_work(
-        *works, finish=lambda: ordered.append([each.ordered for each in works]), result=[tensor]
-    )
+    work = FallbackWork(works, finish, [tensor], gpu)
     assert work.get_future().wait() == [tensor]
-    assert ordered == [[1, 1]]
+    assert done == [[1, 1], gpu, "stream"]
     assert work.wait()
-    assert len(ordered) == 1
+    assert done == [[1, 1], gpu, "stream"], "results are written once"
 
 
 def test_futures_of_the_fallback_backend_raise_what_went_wrong() -> None:
+    """As an error that C++ sees, which waits for the futures of hooks of DDP."""
     wrong = RuntimeError("connection closed by peer")
+    future = fallback_work(OldWork(wrong)).get_future()
     with pytest.raises(RuntimeError, match="closed by peer"):
-        fallback_work(OldWork(wrong)).get_future().wait()
+        future.wait()
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        torch.futures.collect_all([future]).wait()[0].value()
