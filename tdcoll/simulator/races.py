@@ -222,6 +222,9 @@ class Races:
                 self._space(begin), begin, end, access, thread.known | actor.own, checked=False
             )
 
+    def waited(self, addresses: Array, nbytes: int, true: Callable[[Array], Array]) -> None:
+        """Called when a wait has seen words of which all are ``true``; for :mod:`.exhaustive`."""
+
     def _written(self, addresses: Array, nbytes: int) -> list[Access]:
         found: dict[Access, None] = {}
         for begin, end in runs_of(addresses, nbytes):

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each step of an execution touches and needs, for :mod:`.search`.
+
+What depends on what:
+
+- **Memory.** Loads, stores, atomics, transfers, copies, signals, and waits for words, by bytes; two
+  accesses are dependent if one of them writes. A store of a program to its own PE's memory is one
+  write for the PE's programs and another, when it lands, for the other PEs. Accesses to more than
+  256 bytes count for whole pages of so many.
+- **Waits** are steps that are possible when their condition holds. A wait needs the writes that make
+  its condition true, so there is no other order of the two. A program that loads the same words in
+  the same line as before, none of which has been written since, waits for one of them to be
+  written; if nothing else can go on, it goes on all the same.
+- **Messages.** Each part of a message is a step of its own, behind the step that sent it and the
+  messages that a fence puts before it. Steps that send, and those in which another program of the
+  PE fences or waits for what was sent, are dependent.
+- **Hosts and launches.** What waits for an exchange, a launch, a stream or a barrier needs all that
+  has contributed to it. Hosts touch symmetric memory by PyTorch's operators (:mod:`.hosts`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+
+import numpy as np
+
+from tdcoll.simulator.exhaustive.search import Cell, Event, Log, Schedule
+from tdcoll.simulator.memory import Memory, read_word, write_word
+from tdcoll.simulator.shadow import Array
+
+OWNER = 0
+OTHERS = 1
+BOTH = (OWNER, OTHERS)
+"""Views of symmetric memory: that of its own PE's programs, and that of all others."""
+
+_PAGE = 256
+
+
+class Recorder:
+    """Notes accesses of the present event."""
+
+    def __init__(self, schedule: Schedule, memory: Memory) -> None:
+        self.schedule = schedule
+        self.memory = memory
+        self._words: dict[int, tuple[Event | None, int, int]] = {}
+        """Of each watched word its last writer, and its value before and behind that."""
+        self._ignored: list[tuple[int, int]] = []
+
+    @property
+    def log(self) -> Log:
+        return self.schedule.log
+
+    def ignore(self, begin: int, nbytes: int) -> None:
+        """Take accesses inside ``nbytes`` bytes for independent."""
+        self._ignored.append((begin, begin + nbytes))
+
+    def begin(self, process: Hashable) -> Event:
+        """A step begins; see :meth:`.Log.begin`."""
+        self._look()
+        return self.log.begin(process)
+
+    def end(self) -> Event:
+        """A step ends."""
+        self._look()
+        return self.log.end()
+
+    def touch(self, cells: str, begin: int, end: int, pe: int, views: Sequence[int] = BOTH) -> None:
+        """Note that bytes ``[begin, end)`` are touched for ``pe``; ``cells``: ``"reads"`` or
+        ``"writes"``."""
+        event = self.log.current
+        if event is None or begin == end:
+            return
+        if any(first <= begin and end <= last for first, last in self._ignored):
+            return
+        symmetric = self.memory.owns(begin)
+        first = begin
+        if symmetric:
+            first -= self.memory.base
+        last = first + end - begin
+        kept: set[Cell] = getattr(event.footprint, cells)
+        pages = range(first // _PAGE, (last - 1) // _PAGE + 1)
+        large = last - first > _PAGE
+        by_page = kept if large else event.footprint.adds
+        if symmetric:
+            by_page.update(("page", page, view) for page in pages for view in views)
+            if not large:
+                kept.update(2 * place + view for place in range(first, last) for view in views)
+        else:
+            by_page.update((pe, "page", page) for page in pages)
+            if not large:
+                kept.update((pe, place) for place in range(first, last))
+
+    def view_of(self, address: int, pe: int) -> tuple[int, ...]:
+        """Return the view that programs of ``pe`` have of an address."""
+        if self.memory.owns(address) and self.memory.pe_of(address) != pe:
+            return (OTHERS,)
+        return (OWNER,)
+
+    def read(self, begin: int, end: int, pe: int) -> None:
+        """A program of ``pe`` reads these bytes."""
+        self.touch("reads", begin, end, pe, self.view_of(begin, pe))
+
+    def read_object(self, *cell: Hashable) -> None:
+        """An object of the machine is read."""
+        if self.log.current is not None:
+            self.log.current.footprint.reads.add(cell)
+
+    def add_to(self, *cell: Hashable) -> None:
+        """An object of the machine changes in a way that commutes."""
+        if self.log.current is not None:
+            self.log.current.footprint.adds.add(cell)
+
+    def write_object(self, *cell: Hashable) -> None:
+        """An object of the machine is written."""
+        if self.log.current is not None:
+            self.log.current.footprint.writes.add(cell)
+
+    def need(self, events: Iterable[Event]) -> None:
+        """The present event could not happen without ``events``."""
+        present = self.log.current
+        if present is not None:
+            present.needs.update(event for event in events if event.number >= 0)
+
+    # ------------------------------------------------------------------ words that are waited for
+
+    def watch(self, keys: Sequence[Hashable]) -> None:
+        """Follow the words with these addresses from now on."""
+        for key in keys:
+            if isinstance(key, int) and self.memory.owns(key):
+                self.schedule.watched.add(key - self.memory.base)
+
+    def _look(self) -> None:
+        """Find the watched words that have changed."""
+        base = self.memory.base
+        present = self.log.current
+        for offset in self.schedule.watched:
+            value = read_word(base + offset)
+            known = self._words.get(offset)
+            if known is None:
+                self._words[offset] = present, value, value
+            elif known[2] != value:
+                self._words[offset] = present, known[2], value
+
+    def waited(self, addresses: Array, nbytes: int, true: Callable[[Array], Array]) -> None:
+        """The present event has waited until all these words were ``true``: it needs the writes
+        without which one would not be."""
+        self._look()
+        needed = []
+        for address in addresses.tolist():
+            words = self._known_words(address, nbytes)
+            for writer in {writer for writer, _ in words.values() if writer is not None}:
+                if not self._true_without(writer, words, address, true):
+                    needed.append(writer)
+        self.need(needed)
+
+    def _known_words(self, address: int, nbytes: int) -> dict[int, tuple[Event | None, int]]:
+        """Return last writer and earlier value of the words that hold ``nbytes`` at an address."""
+        found = {}
+        for word in range(address & ~7, address + nbytes, 8):
+            known = self._words.get(word - self.memory.base)
+            if known is not None:
+                found[word] = known[:2]
+        return found
+
+    def _true_without(
+        self,
+        writer: Event,
+        words: dict[int, tuple[Event | None, int]],
+        address: int,
+        true: Callable[[Array], Array],
+    ) -> bool:
+        present = {word: read_word(word) for word in words}
+        for word, (by, before) in words.items():
+            if by is writer:
+                write_word(word, before)
+        try:
+            return bool(true(np.array([address], np.uint64)).all())
+        finally:
+            for word, value in present.items():
+                write_word(word, value)
