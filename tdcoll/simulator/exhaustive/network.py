@@ -71,11 +71,9 @@ class RecordedNetwork(Network):
         written: Callable[[int, int], None],
         arrived: Callable[[tuple[str, int]], None],
         recorder: Recorder,
-        process_of: Callable[[Task], Hashable],
     ) -> None:
         super().__init__(policy, written, arrived)
         self._recorder = recorder
-        self._process_of = process_of
         self._records: dict[Transfer, _Record] = {}
         self._fenced: dict[tuple[int, int, bool], list[_Record]] = {}
         self._awaited: dict[Task, list[_Record]] = {}
@@ -99,7 +97,7 @@ class RecordedNetwork(Network):
         recorder = self._recorder
         number = sum(other.issuer is issuer for other in self._records)
         record = _Record(
-            (self._process_of(issuer), number),
+            (recorder.processes[issuer], number),
             recorder.log.main,
             list(pieces),
             self._fenced.get(operation.link, []),

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from tdcoll.simulator.bounds import Origin
 from tdcoll.simulator.clocks import Carried
@@ -14,6 +14,7 @@ from tdcoll.simulator.memory import Memory
 from tdcoll.simulator.races import Message, Races
 from tdcoll.simulator.scheduler import Scheduler
 from tdcoll.simulator.shadow import Array, runs_of
+from tdcoll.simulator.tasks import Task
 
 
 class RecordedRaces(Races):
@@ -121,6 +122,10 @@ class RecordedRaces(Races):
         if isinstance(network, RecordedNetwork) and task is not None:
             self._recorder.need(network.awaited_by(task))
         super().quiet()
+
+    def ended(self, tasks: Sequence[Task]) -> None:
+        self._recorder.need_all_of(tasks)
+        super().ended(tasks)
 
     def fork(self) -> Carried:
         past = super().fork()

@@ -27,6 +27,7 @@ import numpy as np
 from tdcoll.simulator.exhaustive.search import Cell, Event, Log, Schedule
 from tdcoll.simulator.memory import Memory, read_word, write_word
 from tdcoll.simulator.shadow import Array
+from tdcoll.simulator.tasks import Task
 
 OWNER = 0
 OTHERS = 1
@@ -42,8 +43,12 @@ class Recorder:
     def __init__(self, schedule: Schedule, memory: Memory) -> None:
         self.schedule = schedule
         self.memory = memory
-        self._words: dict[int, tuple[Event | None, int, int]] = {}
-        """Of each watched word its last writer, and its value before and behind that."""
+        self._addresses: Array = np.zeros(0, np.uint64)  # of the watched words
+        self._values: Array = np.zeros(0, np.uint64)
+        self._words: dict[int, tuple[Event | None, int]] = {}
+        """Last writer of a watched word that has changed, and its value before."""
+        self.processes: dict[Task, Hashable] = {}
+        """What names a task in every execution."""
         self._ignored: list[tuple[int, int]] = []
 
     @property
@@ -121,25 +126,35 @@ class Recorder:
         if present is not None:
             present.needs.update(event for event in events if event.number >= 0)
 
+    def need_all_of(self, tasks: Iterable[Task]) -> None:
+        """The present event could not happen before these tasks have ended."""
+        last = self.log.last
+        self.need(last[self.processes[task]] for task in tasks if self.processes[task] in last)
+
     # ------------------------------------------------------------------ words that are waited for
 
     def watch(self, keys: Sequence[Hashable]) -> None:
         """Follow the words with these addresses from now on."""
         for key in keys:
             if isinstance(key, int) and self.memory.owns(key):
-                self.schedule.watched.add(key - self.memory.base)
+                self.schedule.watched[key - self.memory.base] = None
 
     def _look(self) -> None:
         """Find the watched words that have changed."""
-        base = self.memory.base
         present = self.log.current
-        for offset in self.schedule.watched:
-            value = read_word(base + offset)
-            known = self._words.get(offset)
-            if known is None:
-                self._words[offset] = present, value, value
-            elif known[2] != value:
-                self._words[offset] = present, known[2], value
+        watched = self.schedule.watched
+        known = self._addresses.size
+        if known < len(watched):
+            more = np.array([*watched][known:], np.uint64) + np.uint64(self.memory.base)
+            self._addresses = np.concatenate((self._addresses, more))
+            self._values = np.concatenate((self._values, self.memory.words(more)))
+        if not known:
+            return
+        now = self.memory.words(self._addresses)
+        for place in np.flatnonzero(now != self._values).tolist():
+            address = int(self._addresses[place])
+            self._words[address] = present, int(self._values[place])
+        self._values = now
 
     def waited(self, addresses: Array, nbytes: int, true: Callable[[Array], Array]) -> None:
         """The present event has waited until all these words were ``true``: it needs the writes
@@ -157,9 +172,9 @@ class Recorder:
         """Return last writer and earlier value of the words that hold ``nbytes`` at an address."""
         found = {}
         for word in range(address & ~7, address + nbytes, 8):
-            known = self._words.get(word - self.memory.base)
+            known = self._words.get(word)
             if known is not None:
-                found[word] = known[:2]
+                found[word] = known
         return found
 
     def _true_without(

@@ -47,14 +47,9 @@ class RecordedScheduler(Scheduler):
         self._recorder = recorder
         self._limited = limited
         self._names: dict[str, int] = {}
-        self._processes: dict[Task, Hashable] = {}
         self._woken_by: dict[Task, set[Event]] = {}
         self._notified: dict[Hashable, list[Event]] = {}
         self._spins: dict[Task, _Spin] = {}
-
-    def process_of(self, task: Task) -> Hashable:
-        """Return what names a task in every execution."""
-        return self._processes[task]
 
     def renew(self, network: Network | None) -> None:
         super().renew(network)
@@ -63,7 +58,7 @@ class RecordedScheduler(Scheduler):
     def spawn(self, name: str, pe: int, body: Callable[[], None]) -> Task:
         task = super().spawn(name, pe, body)
         number = self._names[name] = self._names.get(name, -1) + 1
-        self._processes[task] = name, number
+        self._recorder.processes[task] = name, number
         self._wake_by_present(task)
         return task
 
@@ -170,7 +165,7 @@ class RecordedScheduler(Scheduler):
         if not tasks and not parts:
             return bool(self._live) and self._expire_one()
         schedule = self._recorder.schedule
-        processes = [self._processes[task] for task in tasks]
+        processes = [self._recorder.processes[task] for task in tasks]
         place = schedule.choose([*processes, *(process for process, *_ in parts)])
         if place < len(tasks):
             self._run_step(tasks[place])
@@ -184,7 +179,7 @@ class RecordedScheduler(Scheduler):
     def _run_step(self, task: Task) -> None:
         self._ready.remove(task)
         recorder = self._recorder
-        event = recorder.begin(self._processes[task])
+        event = recorder.begin(self._recorder.processes[task])
         event.needs |= self._woken_by.pop(task, set())
         self._resume(task)
         if task.done and task.is_program and self._limited:

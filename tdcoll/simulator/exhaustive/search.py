@@ -102,9 +102,10 @@ class Log:
         """Dependent events that nothing else orders, and whose order could be the reverse."""
         self.written: dict[Cell, int] = {}
         """The number of the last event that wrote to or added to a cell."""
+        self.last: dict[Hashable, Event] = {}
+        """The last event of each process."""
         self.node = 0
         self._open: list[Event] = []
-        self._last: dict[Hashable, Event] = {}
         self._writers: dict[Cell, int] = {}  # sets of events, as in Event.past
         self._readers: dict[Cell, int] = {}  # since the last write
         self._adders: dict[Cell, int] = {}  # since the last write
@@ -132,7 +133,7 @@ class Log:
         event.number = len(self.events)
         self.events.append(event)
         self._order(event)
-        self._last[event.process] = event
+        self.last[event.process] = event
         return event
 
     def separate(self) -> None:
@@ -143,7 +144,7 @@ class Log:
         """Find what happens before an event, and its races."""
         dependent = self._note(event)
         required = set(event.needs)
-        last = self._last.get(event.process)
+        last = self.last.get(event.process)
         if last is not None:
             required.add(last)
         before = [*required]
@@ -222,7 +223,7 @@ class Schedule:
 
     def __init__(self, choices: Mapping[int, int]) -> None:
         self.log = Log()
-        self.watched: set[int] = set()
+        self.watched: dict[int, None] = {}
         self._choices = choices
 
     def choose(self, enabled: Sequence[Hashable]) -> int:

@@ -40,7 +40,6 @@ class RecordedWorld(World):
             scheduler.notify_words,
             scheduler.notify,
             self._recorder,
-            scheduler.process_of,
         )
 
     def _make_races(self, *, reports: bool) -> Races | None:
