@@ -63,8 +63,25 @@ class RecordedRaces(Races):
         self._read(addresses, nbytes)
         super().take(addresses, nbytes)
 
-    def waited(self, addresses: Array, nbytes: int, true: Callable[[Array], Array]) -> None:
-        self._recorder.waited(addresses, nbytes, true)
+    def waited(
+        self,
+        addresses: Array,
+        nbytes: int,
+        true: Callable[[Array], Array],
+        *,
+        whole: bool,
+        tells: bool,
+    ) -> None:
+        came = whole and bool(true(addresses).all())
+        if came:
+            self._recorder.waited(addresses, nbytes, true)
+        if came and not tells:
+            pe = self._actor.task.pe
+            self._recorder.depend_on_condition(
+                addresses, nbytes, pe, lambda: bool(true(addresses).all())
+            )
+        else:
+            self._read(addresses, nbytes)
 
     def storing(
         self, origin: Origin, *, by_descriptor: bool = False

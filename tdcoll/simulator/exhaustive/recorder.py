@@ -6,7 +6,7 @@ What depends on what:
 - **Memory.** Loads, stores, atomics, transfers, copies, signals, and waits for words, by bytes; two
   accesses are dependent if one of them writes. A store of a program to its own PE's memory is one
   write for the PE's programs and another, when it lands, for the other PEs. Accesses to more than
-  256 bytes count for whole pages of so many.
+  4,096 bytes count for whole pages of 256.
 - **Waits** are steps that are possible when their condition holds. A wait needs the writes that make
   its condition true, so there is no other order of the two. A program that loads the same words in
   the same line as before, none of which has been written since, waits for one of them to be
@@ -35,6 +35,7 @@ BOTH = (OWNER, OTHERS)
 """Views of symmetric memory: that of its own PE's programs, and that of all others."""
 
 _PAGE = 256
+_LARGE = 4096
 
 
 class Recorder:
@@ -84,12 +85,13 @@ class Recorder:
         last = first + end - begin
         kept: set[Cell] = getattr(event.footprint, cells)
         pages = range(first // _PAGE, (last - 1) // _PAGE + 1)
-        large = last - first > _PAGE
+        large = last - first > _LARGE
         by_page = kept if large else event.footprint.adds
         if symmetric:
             by_page.update(("page", page, view) for page in pages for view in views)
             if not large:
-                kept.update(2 * place + view for place in range(first, last) for view in views)
+                found = {2 * place + view for place in range(first, last) for view in views}
+                kept.update(found - event.conditions.keys() if cells == "reads" else found)
         else:
             by_page.update((pe, "page", page) for page in pages)
             if not large:
@@ -155,6 +157,23 @@ class Recorder:
             address = int(self._addresses[place])
             self._words[address] = present, int(self._values[place])
         self._values = now
+
+    def depend_on_condition(
+        self, addresses: Array, nbytes: int, pe: int, holds: Callable[[], bool]
+    ) -> None:
+        """The present event depends on later writes to these words only if ``holds`` is false
+        behind them."""
+        event = self.log.current
+        if event is None:
+            return
+        for address in addresses.tolist():
+            (view,) = self.view_of(address, pe)
+            if self.memory.owns(address):
+                first = address - self.memory.base
+                cells = range(2 * first + view, 2 * (first + nbytes) + view, 2)
+                event.conditions.update(dict.fromkeys(cells, holds))
+            else:
+                self.read(address, address + nbytes, pe)
 
     def waited(self, addresses: Array, nbytes: int, true: Callable[[Array], Array]) -> None:
         """The present event has waited until all these words were ``true``: it needs the writes

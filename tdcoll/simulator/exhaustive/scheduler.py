@@ -107,19 +107,17 @@ class RecordedScheduler(Scheduler):
 
         def ready_now() -> bool:
             nonlocal first
-            if self.current is task and not first:
-                self._read_words(task, keys)
-            elif self.current is task:
+            found = ready()
+            if self.current is task and first:
                 first = False
-                found = ready()
                 if found:
                     self._woken_by[task] = set(self._contributors(keys))
-                return found
-            return ready()
+            elif self.current is task and not found:
+                self._read_words(task, keys)
+            return found
 
-        came = super().wait(ready_now, describe, keys, timeout_ns)
-        self._read_words(task, keys)
-        return came
+        # If it came, what the wait is for says what has been read.
+        return super().wait(ready_now, describe, keys, timeout_ns)
 
     def _read_words(self, task: Task, keys: Sequence[Hashable]) -> None:
         for key in keys:

@@ -16,7 +16,7 @@ dependence, because that costs executions only.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tdcoll.base.errors import TdcollError
@@ -80,6 +80,7 @@ class Event:
         process: what took the step.
         node: which choice of the execution led to it.
         footprint: what it touched.
+        conditions: of words that it has waited for, whether the wait would still end there.
         needs: events without which it could not have happened.
         number: its place among the events of the execution; -1 until it has ended.
         past: set of the events that happen before it, and itself: bit k is event k.
@@ -88,6 +89,7 @@ class Event:
     process: Hashable
     node: int
     footprint: Footprint = field(default_factory=Footprint)
+    conditions: dict[Cell, Callable[[], bool]] = field(default_factory=dict)
     needs: set[Event] = field(default_factory=set)
     number: int = -1
     past: int = 0
@@ -109,6 +111,7 @@ class Log:
         self._writers: dict[Cell, int] = {}  # sets of events, as in Event.past
         self._readers: dict[Cell, int] = {}  # since the last write
         self._adders: dict[Cell, int] = {}  # since the last write
+        self._waiters: dict[Cell, list[Event]] = {}  # that still depend on nothing written since
         self._floor = 0
 
     @property
@@ -175,13 +178,29 @@ class Log:
             found |= writers.get(cell, 0) | readers.get(cell, 0)
             adders[cell] = adders.get(cell, 0) | own
             self.written[cell] = event.number
+        for cell in event.conditions:
+            self._waiters.setdefault(cell, []).append(event)
         for cell in touched.writes:
+            found |= self._spoiled(cell, event)
             found |= writers.get(cell, 0) | readers.get(cell, 0) | adders.get(cell, 0)
             writers[cell] = own
             readers[cell] = 0
             adders[cell] = 0
             self.written[cell] = event.number
         return found & ~own
+
+    def _spoiled(self, cell: Cell, event: Event) -> int:
+        """Return the waits of earlier events that would not end any more."""
+        found = 0
+        held = []
+        for waiter in self._waiters.get(cell, ()):
+            if waiter is event or waiter.conditions[cell]():
+                held.append(waiter)
+            else:
+                found |= 1 << waiter.number
+        if found:
+            self._waiters[cell] = held
+        return found
 
     def _members(self, clock: int) -> Iterator[Event]:
         while clock:
@@ -272,6 +291,7 @@ class Search(Schedule):
             if event.node != depth:
                 break
             node.touched.add_portable(event.footprint)
+            node.touched.reads.update(event.conditions)
             if event.process in node.asleep:
                 raise RedundantExecution  # a message has arrived inside the step
 
