@@ -318,6 +318,8 @@ class Search(Schedule):
 
     def advance(self) -> bool:
         """Prepare the next execution; return False if there is none."""
+        if self.log.node < len(self._nodes):
+            raise _diverged(self.log.node)
         for race in self.log.races:
             self._plan(*race)
         self.log = Log()
