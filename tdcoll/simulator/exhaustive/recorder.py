@@ -12,8 +12,9 @@ What depends on what:
   the same line as before, none of which has been written since, waits for one of them to be
   written; if nothing else can go on, it goes on all the same.
 - **Messages.** Each part of a message is a step of its own, behind the step that sent it and the
-  messages that a fence puts before it. Steps that send, and those in which another program of the
-  PE fences or waits for what was sent, are dependent.
+  messages that a fence puts before it. A step that sends, and one in which another program of the
+  PE fences, are dependent. ``quiet`` waits for what its program has sent, and for what others have
+  sent before it; not for what they send at the same time, for which it need not wait.
 - **Hosts and launches.** What waits for an exchange, a launch, a stream or a barrier needs all that
   has contributed to it. Hosts touch symmetric memory by PyTorch's operators (:mod:`.hosts`).
 """

@@ -143,29 +143,40 @@ class Log:
         """Let all events so far happen before all later ones."""
         self._floor = (1 << len(self.events)) - 1
 
+    def past_of_current(self) -> int:
+        """Return the set of events that happen before the present event, as far as it has come."""
+        event = self.current
+        assert event is not None
+        past = self._floor
+        for each in self._before(event, self._dependent(event)):
+            past |= each.past
+        return past
+
     def _order(self, event: Event) -> None:
         """Find what happens before an event, and its races."""
-        dependent = self._note(event)
-        required = set(event.needs)
-        last = self.last.get(event.process)
-        if last is not None:
-            required.add(last)
-        before = [*required]
-        before += (each for each in self._members(dependent & ~self._floor) if each not in required)
+        before = self._before(event, self._dependent(event))
         past = self._floor
         for each in before:
             past |= each.past
         event.past = past | 1 << event.number
-        for each in before:
-            if each in required:
-                continue
+        for each, is_required in before.items():
             bit = 1 << each.number
-            if not any(other.past & bit for other in before if other is not each):
+            if not is_required and not any(o.past & bit for o in before if o is not each):
                 self.races.append((each, event))
+        self._note(event)
 
-    def _note(self, event: Event) -> int:
-        """Note what an event touched; return the set of earlier events on which it depends."""
-        own = 1 << event.number
+    def _before(self, event: Event, dependent: int) -> dict[Event, bool]:
+        """Return the events that come before ``event``, and whether it could not be otherwise."""
+        before = dict.fromkeys(event.needs, True)
+        last = self.last.get(event.process)
+        if last is not None:
+            before[last] = True
+        for each in self._members(dependent & ~self._floor):
+            before.setdefault(each, False)
+        return before
+
+    def _dependent(self, event: Event) -> int:
+        """Return the set of earlier events on which an event depends."""
         touched = event.footprint
         writers = self._writers
         readers = self._readers
@@ -173,33 +184,40 @@ class Log:
         found = 0
         for cell in touched.reads:
             found |= writers.get(cell, 0) | adders.get(cell, 0)
-            readers[cell] = readers.get(cell, 0) | own
         for cell in touched.adds:
             found |= writers.get(cell, 0) | readers.get(cell, 0)
-            adders[cell] = adders.get(cell, 0) | own
+        for cell in touched.writes:
+            found |= writers.get(cell, 0) | readers.get(cell, 0) | adders.get(cell, 0)
+            found |= self._spoiled(cell, event)
+        return found
+
+    def _note(self, event: Event) -> None:
+        """Note what an event touched."""
+        own = 1 << event.number
+        touched = event.footprint
+        for cell in touched.reads:
+            self._readers[cell] = self._readers.get(cell, 0) | own
+        for cell in touched.adds:
+            self._adders[cell] = self._adders.get(cell, 0) | own
             self.written[cell] = event.number
         for cell in event.conditions:
             self._waiters.setdefault(cell, []).append(event)
         for cell in touched.writes:
-            found |= self._spoiled(cell, event)
-            found |= writers.get(cell, 0) | readers.get(cell, 0) | adders.get(cell, 0)
-            writers[cell] = own
-            readers[cell] = 0
-            adders[cell] = 0
+            self._writers[cell] = own
+            self._readers[cell] = 0
+            self._adders[cell] = 0
             self.written[cell] = event.number
-        return found & ~own
+            spoiled = self._spoiled(cell, event)
+            if spoiled:
+                waiters = self._waiters[cell]
+                self._waiters[cell] = [w for w in waiters if not spoiled >> w.number & 1]
 
     def _spoiled(self, cell: Cell, event: Event) -> int:
-        """Return the waits of earlier events that would not end any more."""
+        """Return the set of earlier events whose waits would not end any more."""
         found = 0
-        held = []
         for waiter in self._waiters.get(cell, ()):
-            if waiter is event or waiter.conditions[cell]():
-                held.append(waiter)
-            else:
+            if waiter is not event and not waiter.conditions[cell]():
                 found |= 1 << waiter.number
-        if found:
-            self._waiters[cell] = held
         return found
 
     def _members(self, clock: int) -> Iterator[Event]:
