@@ -15,9 +15,9 @@ exactly that again, with a timeline if requested::
     explore(case, n_pes=4, seeds=200)
     replay(case, 17, n_pes=4, trace="seed17.json")
 
-A run also fails, with a :class:`DataRace`, if nothing orders two accesses to the same bytes, even if
-the bytes were right, unless ``races=False``. :func:`exhaust` runs every schedule that can differ from
-the others, if there are few enough::
+A run also fails, with a :class:`DataRace`, if nothing orders two accesses to the same bytes, even
+if the bytes were right, unless ``races=False``. :func:`exhaust` runs every schedule that can differ
+from the others, if there are few enough::
 
     found = exhaust(case, n_pes=2)
     assert found.exhausted, found
@@ -91,7 +91,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Exhaustion:
-    """What :func:`exhaust` has found.
+    """The result of :func:`exhaust`.
 
     Attributes:
         exhausted: every schedule that can differ was run, and none failed.

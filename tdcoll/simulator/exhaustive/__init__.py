@@ -4,6 +4,6 @@ touches.
 
 - :mod:`.search` is dynamic partial-order reduction, and knows nothing of the machine;
 - :mod:`.recorder` says what depends on what;
-- :mod:`.scheduler`, :mod:`.network` and :mod:`.races` are the machine's, with notes of what they do;
+- :mod:`.scheduler`, :mod:`.network` and :mod:`.races` are the machine's, and note what they do;
 - :mod:`.world` puts them together. :func:`tdcoll.testing.exhaust` runs it.
 """

@@ -43,7 +43,7 @@ class ChosenOrder(Policy):
 
 @dataclass(slots=True, eq=False)
 class _Record:
-    """What is known of a message.
+    """The place of a message in the order of events.
 
     Attributes:
         process: names the message in every execution.
@@ -63,7 +63,7 @@ class _Record:
 
 
 class RecordedNetwork(Network):
-    """A network whose parts of messages are events."""
+    """A network in which a part of a message is an event when it arrives."""
 
     def __init__(
         self,

@@ -21,7 +21,7 @@ class RecordedRaces(Races):
     """Races whose accesses a recorder notes.
 
     Args:
-        reports: whether races are errors.
+        reports: whether races are errors. If not, only accesses are noted.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class RecordedRaces(Races):
             self._recorder.read(begin, end, pe)
 
     def _write(self, addresses: Array, nbytes: int, pe: int, *, lands: bool = False) -> None:
-        """Note writes; if one ``lands`` later for other PEs, only for its own."""
+        """Note writes. If a write ``lands`` later for other PEs, only its own PE sees it now."""
         for begin, end in runs_of(addresses, nbytes):
             views = self._recorder.view_of(begin, pe) if lands else BOTH
             if views == (OTHERS,):

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each step of an execution touches and needs, for :mod:`.search`.
+"""Notes the memory that each step of an execution touches, and the steps that it needs, for
+:mod:`.search`.
 
-What depends on what:
+These steps depend on each other:
 
 - **Memory.** Loads, stores, atomics, transfers, copies, signals, and waits for words, by bytes; two
   accesses are dependent if one of them writes. A store of a program to its own PE's memory is one
@@ -15,8 +16,8 @@ What depends on what:
   messages that a fence puts before it. A step that sends, and one in which another program of the
   PE fences, are dependent. ``quiet`` waits for what its program has sent, and for what others have
   sent before it; not for what they send at the same time, for which it need not wait.
-- **Hosts and launches.** What waits for an exchange, a launch, a stream or a barrier needs all that
-  has contributed to it. Hosts touch symmetric memory by PyTorch's operators (:mod:`.hosts`).
+- **Hosts and launches.** If a task waits for an exchange, a launch, a stream or a barrier, it needs
+  all steps that have contributed. Hosts touch symmetric memory by PyTorch's operators (:mod:`.hosts`).
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class Recorder:
         self._words: dict[int, tuple[Event | None, int]] = {}
         """Last writer of a watched word that has changed, and its value before."""
         self.processes: dict[Task, Hashable] = {}
-        """What names a task in every execution."""
+        """Names of tasks, the same in every execution."""
         self._ignored: list[tuple[int, int]] = []
 
     @property
@@ -58,7 +59,7 @@ class Recorder:
         return self.schedule.log
 
     def ignore(self, begin: int, nbytes: int) -> None:
-        """Take accesses inside ``nbytes`` bytes for independent."""
+        """Take accesses inside ``nbytes`` bytes for independent, because the user says so."""
         self._ignored.append((begin, begin + nbytes))
 
     def begin(self, process: Hashable) -> Event:
@@ -137,7 +138,7 @@ class Recorder:
     # ------------------------------------------------------------------ words that are waited for
 
     def watch(self, keys: Sequence[Hashable]) -> None:
-        """Follow the words with these addresses from now on."""
+        """Follow the words with these addresses from now on, because a program waits for them."""
         for key in keys:
             if isinstance(key, int) and self.memory.owns(key):
                 self.schedule.watched[key - self.memory.base] = None

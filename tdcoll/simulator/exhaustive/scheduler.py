@@ -18,7 +18,7 @@ from tdcoll.simulator.tasks import Task
 
 @dataclass(slots=True, eq=False)
 class _Spin:
-    """What a program has loaded since it last did something else.
+    """The loads of a program since it last did something else.
 
     Attributes:
         loads: number of the event of each load, by first address and line.

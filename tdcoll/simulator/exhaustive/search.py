@@ -10,8 +10,8 @@ that nothing else orders, and plans an execution with the reverse order: source 
 Aronis, Jonsson and Sagonas, POPL 2014), which refine Flanagan and Godefroid's persistent sets (POPL
 2005). *Sleep sets* (Godefroid 1996) end an execution that can only repeat an earlier one.
 
-What an event touches is a :class:`Footprint`, which :mod:`.recorder` fills. It errs on the side of
-dependence, because that costs executions only.
+A :class:`Footprint` has the memory that an event touches; :mod:`.recorder` fills it. If in
+doubt, it calls two events dependent, because that costs executions only.
 """
 
 from __future__ import annotations
@@ -37,14 +37,15 @@ class RedundantExecution(BaseException):
 
 @dataclass(slots=True)
 class Footprint:
-    """What an event reads and writes, and what it changes in a way that commutes (``adds``)."""
+    """The cells that an event reads and writes, and those that it changes in a way that commutes
+    (``adds``)."""
 
     reads: set[Cell] = field(default_factory=set)
     writes: set[Cell] = field(default_factory=set)
     adds: set[Cell] = field(default_factory=set)
 
     def depends_on(self, other: Footprint) -> bool:
-        """Return whether the order of the two events matters."""
+        """Return whether the order of two events matters, because one writes the other's cells."""
         return not (
             self.writes.isdisjoint(other.writes)
             and self.writes.isdisjoint(other.reads)
@@ -314,7 +315,8 @@ class Search(Schedule):
                 raise RedundantExecution  # a message has arrived inside the step
 
     def _asleep(self) -> dict[Hashable, Footprint]:
-        """Return what is still asleep behind the last step."""
+        """Return the processes that are still asleep behind the last step. A process wakes up if the
+        step depends on it."""
         if not self._nodes:
             return {}
         last = self._nodes[-1]
@@ -357,7 +359,7 @@ class Search(Schedule):
             return
         bit = 1 << first.number
         between = self.log.events[first.number + 1 : second.number]
-        # What can happen in place of `first`: all that isn't behind it, and then `second`.
+        # If `first` is put off, all that isn't behind it can happen instead, and then `second`.
         instead = [event for event in between if not event.past & bit]
         instead.append(second)
         clock = 0
