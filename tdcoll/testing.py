@@ -206,7 +206,7 @@ def exhaust(
     touch nothing in common (:mod:`tdcoll.simulator.search`). A case must do the same whenever its
     schedule is the same.
 
-    Waits don't expire while anything can happen. ``docs/correctness.md`` says what else is left out.
+    Waits don't expire while anything can happen. ``docs/simulator.md`` says what else is left out.
 
     Args:
         case: runs something small in the world it is given: few PEs, calls and messages.

@@ -62,8 +62,8 @@ class Result:
     """What the layers say of a mutant.
 
     Attributes:
-        layers: for each of :data:`LAYERS` ``"race"``, ``"as expected"`` (the error that the mutant's
-            test wants), ``"otherwise"`` (another error), or nothing.
+        layers: for each of :data:`LAYERS` ``"race"``, ``"as expected"`` (the error that the
+            mutant's test wants), ``"otherwise"`` (another error), or nothing.
         bounds: of the search that failed: ranks, executions.
     """
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All schedules of small calls of the dense kernels are run, with the detector of races; and what the
-page says of them."""
+"""All schedules of small calls of the dense kernels are run, with the detector of races; and the
+page says so."""
 
 from __future__ import annotations
 

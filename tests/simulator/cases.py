@@ -162,8 +162,8 @@ def spinning(forget: int) -> Case:
 
 
 def box_case(launch: Callable[..., None], content: int = 0) -> Case:
-    """A case that hands a box, its result, a source and a flag to ``launch``; PE 1's result must have
-    the first ``content`` numbers."""
+    """A case that hands a box, its result, a source and a flag to ``launch``. PE 1's result must
+    have the first ``content`` numbers."""
 
     @case
     def run(pe: int, n: int) -> None:

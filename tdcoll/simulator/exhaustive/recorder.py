@@ -8,16 +8,17 @@ These steps depend on each other:
   accesses are dependent if one of them writes. A store of a program to its own PE's memory is one
   write for the PE's programs and another, when it lands, for the other PEs. Accesses to more than
   4,096 bytes count for whole pages of 256.
-- **Waits** are steps that are possible when their condition holds. A wait needs the writes that make
-  its condition true, so there is no other order of the two. A program that loads the same words in
-  the same line as before, none of which has been written since, waits for one of them to be
-  written; if nothing else can go on, it goes on all the same.
+- **Waits** are steps that are possible when their condition holds. A wait needs the writes that
+  make its condition true, so there is no other order of the two. A program that loads the same
+  words in the same line as before, none of which has been written since, waits for one of them to
+  be written; if nothing else can go on, it goes on all the same.
 - **Messages.** Each part of a message is a step of its own, behind the step that sent it and the
   messages that a fence puts before it. A step that sends, and one in which another program of the
   PE fences, are dependent. ``quiet`` waits for what its program has sent, and for what others have
   sent before it; not for what they send at the same time, for which it need not wait.
 - **Hosts and launches.** If a task waits for an exchange, a launch, a stream or a barrier, it needs
-  all steps that have contributed. Hosts touch symmetric memory by PyTorch's operators (:mod:`.hosts`).
+  all steps that have contributed. Hosts touch symmetric memory by PyTorch's operators, which
+  :mod:`tdcoll.simulator.hosts` shows.
 """
 
 from __future__ import annotations

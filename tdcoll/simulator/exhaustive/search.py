@@ -315,8 +315,8 @@ class Search(Schedule):
                 raise RedundantExecution  # a message has arrived inside the step
 
     def _asleep(self) -> dict[Hashable, Footprint]:
-        """Return the processes that are still asleep behind the last step. A process wakes up if the
-        step depends on it."""
+        """Return the processes that are still asleep behind the last step. A process wakes up if
+        the step depends on it."""
         if not self._nodes:
             return {}
         last = self._nodes[-1]
