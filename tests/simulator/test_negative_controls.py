@@ -141,7 +141,7 @@ def test_grid_that_waits_first_deadlocks_with_one_resident_program() -> None:
 def test_failure_says_how_to_see_it_again() -> None:
     wrong = gather(UNORDERED)
     with pytest.raises(
-        ExplorationFailed, match=r"replay\(case, \d+, n_pes=4, resident=4\)"
+        ExplorationFailed, match=r"replay\(case, \d+, n_pes=4, races=False, resident=4\)"
     ) as raised:
         explore(wrong, n_pes=4, seeds=10, resident=4)
     failure = raised.value.failure

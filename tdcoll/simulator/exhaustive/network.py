@@ -54,6 +54,7 @@ class _Record:
         released: it is a store that its program has released to others of the PE.
     """
 
+    operation: Transfer
     process: Hashable
     issued: Event | None
     pieces: list[Piece]
@@ -75,13 +76,15 @@ class RecordedNetwork(Network):
         super().__init__(policy, written, arrived)
         self._recorder = recorder
         self._records: dict[Transfer, _Record] = {}
-        self._fenced: dict[tuple[int, int, bool], list[_Record]] = {}
+        self._fences: list[tuple[Event | None, list[_Record]]] = []
         self._awaited: dict[Task, list[_Record]] = {}
 
     def parts(self) -> list[tuple[Hashable, Transfer, Piece | None]]:
         """Return what may arrive now: process, message and piece; None for its signal."""
         found: list[tuple[Hashable, Transfer, Piece | None]] = []
         for operation in self.eager:
+            if not all(before.operation.arrived for before in self._records[operation].behind):
+                continue
             for piece in operation.pieces:
                 found.append((self._process(operation, piece), operation, piece))
             if not operation.pieces:
@@ -97,10 +100,11 @@ class RecordedNetwork(Network):
         recorder = self._recorder
         number = sum(other.issuer is issuer for other in self._records)
         record = _Record(
+            operation,
             (recorder.processes[issuer], number),
             recorder.log.main,
             list(pieces),
-            self._fenced.get(operation.link, []),
+            self._fenced_before(operation.link),
         )
         if kind in STORES and pe == issuer.pe:  # earlier ones to the same bytes have landed
             begin = pieces[0][0]
@@ -171,24 +175,44 @@ class RecordedNetwork(Network):
             self._recorder.read(source, source + nbytes, pe)
 
     def fence(self, source_pe: int) -> None:
-        self._recorder.read_object("sent", source_pe)
+        # Not as in :class:`Network`: other programs' messages that are sent at the same time have
+        # no order with the fence. That leaves more schedules, and spares the orders of the two.
+        earlier = [
+            record
+            for operation, record in self._records.items()
+            if operation.link[0] == source_pe and self._is_past(record.issued)
+        ]
+        self._fences.append((self._recorder.log.main, earlier))
+
+    def _fenced_before(self, link: tuple[int, int, bool]) -> list[_Record]:
+        """Return the messages of a link that fences put before what is sent there now."""
+        if link[2]:
+            return []
+        found: dict[_Record, None] = {}
+        for event, earlier in self._fences:
+            if self._is_past(event):
+                found.update((record, None) for record in earlier if record.operation.link == link)
+        return list(found)
+
+    def _is_past(self, event: Event | None) -> bool:
+        """Return whether an event happens before the present step, or is the step."""
+        log = self._recorder.log
+        if event is None or event is log.main:
+            return True
+        return log.main is not None and bool(log.past_of(log.main) >> event.number & 1)
+
+    def _flush(self, link: tuple[int, int, bool], wanted: Callable[[Transfer], bool]) -> None:
+        chosen: dict[_Record, None] = {}
         for operation, record in self._records.items():
-            sender, _, unordered = operation.link
-            if sender == source_pe and not unordered:
-                known = self._fenced.setdefault(operation.link, [])
-                if record not in known:
-                    # a new list, because messages keep the one that held when they were sent
-                    self._fenced[operation.link] = [*known, record]
-        super().fence(source_pe)
+            if operation.link == link and not operation.arrived and wanted(operation):
+                chosen.update(dict.fromkeys((*record.behind, record)))
+        super()._flush(link, lambda operation: self._records[operation] in chosen)
 
     def outstanding(self, issuer: Task) -> list[Transfer]:
         # Of what other programs send at the same time, `quiet` may wait for all or nothing. To wait
         # for nothing leaves more schedules, and spares the others.
-        past = self._recorder.log.past_of_current()
-
         def before(operation: Transfer) -> bool:
-            issued = self._records[operation].issued
-            return operation.issuer is issuer or issued is None or bool(past >> issued.number & 1)
+            return operation.issuer is issuer or self._is_past(self._records[operation].issued)
 
         of_others = ("put", "get", "signal")
         awaited = []
@@ -243,6 +267,8 @@ class RecordedNetwork(Network):
         )
 
     def flush_fenced(self, source_pe: int, pe: int) -> None:
-        super().flush_fenced(source_pe, pe)
-        for record in self._fenced.get((source_pe, pe, False), []):
+        link = source_pe, pe, False
+        fenced = self._fenced_before(link)
+        self._flush(link, lambda operation: self._records[operation] in fenced)
+        for record in fenced:
             self._recorder.need(record.events)

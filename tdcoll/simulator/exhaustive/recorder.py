@@ -13,9 +13,9 @@ These steps depend on each other:
   words in the same line as before, none of which has been written since, waits for one of them to
   be written; if nothing else can go on, it goes on all the same.
 - **Messages.** Each part of a message is a step of its own, behind the step that sent it and the
-  messages that a fence puts before it. A step that sends, and one in which another program of the
-  PE fences, are dependent. ``quiet`` waits for what its program has sent, and for what others have
-  sent before it; not for what they send at the same time, for which it need not wait.
+  messages that a fence puts before it. ``fence`` and ``quiet`` are about what their program has
+  sent, and what others have sent before; not about what others send at the same time, because no
+  order of that is certain.
 - **Hosts and launches.** If a task waits for an exchange, a launch, a stream or a barrier, it needs
   all steps that have contributed. Hosts touch symmetric memory by PyTorch's operators, which
   :mod:`tdcoll.simulator.hosts` shows.

@@ -144,10 +144,8 @@ class Log:
         """Let all events so far happen before all later ones."""
         self._floor = (1 << len(self.events)) - 1
 
-    def past_of_current(self) -> int:
-        """Return the set of events that happen before the present event, as far as it has come."""
-        event = self.current
-        assert event is not None
+    def past_of(self, event: Event) -> int:
+        """Return the set of events that happen before an open event, as far as it has come."""
         past = self._floor
         for each in self._before(event, self._dependent(event)):
             past |= each.past
