@@ -75,10 +75,11 @@ class Bounds:
         return small.calls(kinds, **{"counts": counts, "sets_epochs_aside": aside, **cut})
 
     def are_small(self, case: AlgorithmCase) -> bool:
-        """Whether executions are few and short enough: not those in which six thread blocks take
-        their epochs, nor those of six ranks."""
-        six_blocks = case.looped and not self.sets_epochs_aside
-        return not six_blocks and sum(self.nodes(case)) < 6
+        """Whether the algorithm supports these bounds, and executions are few and short enough: not
+        those in which six thread blocks take their epochs, nor those of six ranks."""
+        if case.looped:  # on two ranks only, because three would need more than six thread blocks
+            return self == THREE_CALLS
+        return sum(self.nodes(case)) < 6
 
 
 ONE_CALL = Bounds(2, 1, 1, 1, False)
@@ -114,7 +115,8 @@ def name_of(case: AlgorithmCase) -> str:
 
 def searched(case: AlgorithmCase, bounds: Bounds, limit: int = LIMIT) -> Exhaustion:
     """Run all schedules of an algorithm's calls."""
-    return exhaust(bounds.calls_of(case), limit=limit, **job(bounds.nodes(case)))
+    where = job(bounds.nodes(case))
+    return exhaust(bounds.calls_of(case), limit=limit, pieces=bounds.pieces, **where)
 
 
 def result(place: int, bounds: Bounds) -> Result:
