@@ -246,6 +246,7 @@ def exhaust(
                 return Exhaustion(False, executions - redundant, redundant, failure)
             if not search.advance():
                 return Exhaustion(True, executions - redundant, redundant, None)
+            del made  # otherwise it would outlive its generation
             gc.collect(0)
     finally:
         if collects:

@@ -419,7 +419,7 @@ class World:
 
     @property
     def counts(self) -> list[Counts]:
-        """The counts of each PE so far (puts, signals, stores to peers, bytes)."""
+        """Return the counts of each PE so far (puts, signals, stores to peers, bytes)."""
         return self._machine.counts
 
     def describe(self) -> str:

@@ -192,7 +192,9 @@ def tables(results: Sequence[Result]) -> str:
     ]
     kernels = dict.fromkeys(kernel_of(str(mutant)) for mutant in ALL)
     for kernel in kernels:
-        lines.append(_row(kernel, [each for each in results if kernel_of(each.mutant) == kernel]))
+        found = [each for each in results if kernel_of(each.mutant) == kernel]
+        if found:
+            lines.append(_row(kernel, found))
     lines.append(_row("all", results))
     unseen = [f"- {each.mutant}" for each in results if not each.is_caught]
     if unseen:

@@ -45,6 +45,7 @@ def mutant(name: str) -> Mutant:
     return next(each for each in mutant_layers.ALL if str(each) == name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

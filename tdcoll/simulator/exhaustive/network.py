@@ -46,6 +46,7 @@ class _Record:
     """The place of a message in the order of events.
 
     Attributes:
+        operation: the message.
         process: names the message in every execution.
         issued: the step that sent it.
         pieces: all of its pieces.
@@ -177,10 +178,11 @@ class RecordedNetwork(Network):
     def fence(self, source_pe: int) -> None:
         # Not as in :class:`Network`: other programs' messages that are sent at the same time have
         # no order with the fence. That leaves more schedules, and spares the orders of the two.
+        is_past = self._past()
         earlier = [
             record
             for operation, record in self._records.items()
-            if operation.link[0] == source_pe and self._is_past(record.issued)
+            if operation.link[0] == source_pe and is_past(record.issued)
         ]
         self._fences.append((self._recorder.log.main, earlier))
 
@@ -189,17 +191,18 @@ class RecordedNetwork(Network):
         if link[2]:
             return []
         found: dict[_Record, None] = {}
+        is_past = self._past()
         for event, earlier in self._fences:
-            if self._is_past(event):
+            if is_past(event):
                 found.update((record, None) for record in earlier if record.operation.link == link)
         return list(found)
 
-    def _is_past(self, event: Event | None) -> bool:
-        """Return whether an event happens before the present step, or is the step."""
+    def _past(self) -> Callable[[Event | None], bool]:
+        """Return what says whether an event happens before the present step, or is the step."""
         log = self._recorder.log
-        if event is None or event is log.main:
-            return True
-        return log.main is not None and bool(log.past_of(log.main) >> event.number & 1)
+        main = log.main
+        past = 0 if main is None else log.past_of(main)
+        return lambda event: event is None or event is main or bool(past >> event.number & 1)
 
     def _flush(self, link: tuple[int, int, bool], wanted: Callable[[Transfer], bool]) -> None:
         chosen: dict[_Record, None] = {}
@@ -211,8 +214,10 @@ class RecordedNetwork(Network):
     def outstanding(self, issuer: Task) -> list[Transfer]:
         # Of what other programs send at the same time, `quiet` may wait for all or nothing. To wait
         # for nothing leaves more schedules, and spares the others.
+        is_past = self._past()
+
         def before(operation: Transfer) -> bool:
-            return operation.issuer is issuer or self._is_past(self._records[operation].issued)
+            return operation.issuer is issuer or is_past(self._records[operation].issued)
 
         of_others = ("put", "get", "signal")
         awaited = []
