@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tdcoll.simulator.exhaustive.recorder import BOTH, OTHERS, Recorder
-from tdcoll.simulator.exhaustive.search import Event
+from tdcoll.simulator.exhaustive.search import ExecutionEvent
 from tdcoll.simulator.network import STORES, Network, Piece, Transfer
 from tdcoll.simulator.policy import Policy
 from tdcoll.simulator.tasks import Task
@@ -42,7 +42,7 @@ class ChosenOrder(Policy):
 
 
 @dataclass(slots=True, eq=False)
-class _Record:
+class _MessageRecord:
     """The place of a message in the order of events.
 
     Attributes:
@@ -57,10 +57,10 @@ class _Record:
 
     operation: Transfer
     process: Hashable
-    issued: Event | None
+    issued: ExecutionEvent | None
     pieces: list[Piece]
-    behind: list[_Record]
-    events: list[Event] = field(default_factory=list)
+    behind: list[_MessageRecord]
+    events: list[ExecutionEvent] = field(default_factory=list)
     released: bool = False
 
 
@@ -76,9 +76,9 @@ class RecordedNetwork(Network):
     ) -> None:
         super().__init__(policy, written, arrived)
         self._recorder = recorder
-        self._records: dict[Transfer, _Record] = {}
-        self._fences: list[tuple[Event | None, list[_Record]]] = []
-        self._awaited: dict[Task, list[_Record]] = {}
+        self._records: dict[Transfer, _MessageRecord] = {}
+        self._fences: list[tuple[ExecutionEvent | None, list[_MessageRecord]]] = []
+        self._awaited: dict[Task, list[_MessageRecord]] = {}
 
     def parts(self) -> list[tuple[Hashable, Transfer, Piece | None]]:
         """Return what may arrive now: process, message and piece; None for its signal."""
@@ -100,7 +100,7 @@ class RecordedNetwork(Network):
         operation = super().issue(issuer, pe, kind, pieces, **options)
         recorder = self._recorder
         number = sum(other.issuer is issuer for other in self._records)
-        record = _Record(
+        record = _MessageRecord(
             operation,
             (recorder.processes[issuer], number),
             recorder.log.main,
@@ -118,10 +118,10 @@ class RecordedNetwork(Network):
 
     def _arrivals(
         self, wanted: Callable[[Transfer], bool], begin: int = 0, end: int = 1 << 64
-    ) -> list[Event]:
+    ) -> list[ExecutionEvent]:
         """Return the events of messages that have arrived, and of those that fences put before
         them."""
-        found: list[Event] = []
+        found: list[ExecutionEvent] = []
         for operation, record in self._records.items():
             inside = not record.pieces or any(
                 to < end and begin < to + nbytes for to, _, nbytes in record.pieces
@@ -186,18 +186,18 @@ class RecordedNetwork(Network):
         ]
         self._fences.append((self._recorder.log.main, earlier))
 
-    def _fenced_before(self, link: tuple[int, int, bool]) -> list[_Record]:
+    def _fenced_before(self, link: tuple[int, int, bool]) -> list[_MessageRecord]:
         """Return the messages of a link that fences put before what is sent there now."""
         if link[2]:
             return []
-        found: dict[_Record, None] = {}
+        found: dict[_MessageRecord, None] = {}
         is_past = self._past()
         for event, earlier in self._fences:
             if is_past(event):
                 found.update((record, None) for record in earlier if record.operation.link == link)
         return list(found)
 
-    def _past(self) -> Callable[[Event | None], bool]:
+    def _past(self) -> Callable[[ExecutionEvent | None], bool]:
         """Return what says whether an event happens before the present step, or is the step."""
         log = self._recorder.log
         main = log.main
@@ -205,7 +205,7 @@ class RecordedNetwork(Network):
         return lambda event: event is None or event is main or bool(past >> event.number & 1)
 
     def _flush(self, link: tuple[int, int, bool], wanted: Callable[[Transfer], bool]) -> None:
-        chosen: dict[_Record, None] = {}
+        chosen: dict[_MessageRecord, None] = {}
         for operation, record in self._records.items():
             if operation.link == link and not operation.arrived and wanted(operation):
                 chosen.update(dict.fromkeys((*record.behind, record)))
@@ -229,7 +229,7 @@ class RecordedNetwork(Network):
         self._awaited[issuer] = awaited
         return [operation for operation in super().outstanding(issuer) if before(operation)]
 
-    def awaited_by(self, issuer: Task) -> list[Event]:
+    def awaited_by(self, issuer: Task) -> list[ExecutionEvent]:
         """Return what ``quiet`` of ``issuer`` has waited for."""
         return [event for record in self._awaited.pop(issuer, []) for event in record.events]
 

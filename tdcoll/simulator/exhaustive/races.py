@@ -9,7 +9,7 @@ from tdcoll.simulator.bounds import Origin
 from tdcoll.simulator.clocks import Carried
 from tdcoll.simulator.exhaustive.network import RecordedNetwork
 from tdcoll.simulator.exhaustive.recorder import BOTH, OTHERS, Recorder
-from tdcoll.simulator.exhaustive.search import Event
+from tdcoll.simulator.exhaustive.search import ExecutionEvent
 from tdcoll.simulator.memory import Memory
 from tdcoll.simulator.races import Message, Races
 from tdcoll.simulator.scheduler import Scheduler
@@ -29,8 +29,8 @@ class RecordedRaces(Races):
     ) -> None:
         self._recorder = recorder
         self._reports = reports
-        self._moves: dict[Message, list[Event]] = {}
-        self._forks: dict[int, tuple[Carried, Event | None]] = {}
+        self._moves: dict[Message, list[ExecutionEvent]] = {}
+        self._forks: dict[int, tuple[Carried, ExecutionEvent | None]] = {}
         super().__init__(memory, scheduler)
 
     def begin(self) -> None:

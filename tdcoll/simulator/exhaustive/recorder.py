@@ -27,7 +27,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 
 import numpy as np
 
-from tdcoll.simulator.exhaustive.search import Cell, Event, Log, Schedule
+from tdcoll.simulator.exhaustive.search import Cell, ExecutionEvent, Log, Schedule
 from tdcoll.simulator.memory import Memory, read_word, write_word
 from tdcoll.simulator.shadow import Array
 from tdcoll.simulator.tasks import Task
@@ -49,7 +49,7 @@ class Recorder:
         self.memory = memory
         self._addresses: Array = np.zeros(0, np.uint64)  # of the watched words
         self._values: Array = np.zeros(0, np.uint64)
-        self._words: dict[int, tuple[Event | None, int]] = {}
+        self._words: dict[int, tuple[ExecutionEvent | None, int]] = {}
         """Last writer of a watched word that has changed, and its value before."""
         self.processes: dict[Task, Hashable] = {}
         """Names of tasks, the same in every execution."""
@@ -63,12 +63,12 @@ class Recorder:
         """Take accesses inside ``nbytes`` bytes for independent, because the user says so."""
         self._ignored.append((begin, begin + nbytes))
 
-    def begin(self, process: Hashable) -> Event:
+    def begin(self, process: Hashable) -> ExecutionEvent:
         """A step begins; see :meth:`.Log.begin`."""
         self._look()
         return self.log.begin(process)
 
-    def end(self) -> Event:
+    def end(self) -> ExecutionEvent:
         """A step ends."""
         self._look()
         return self.log.end()
@@ -125,7 +125,7 @@ class Recorder:
         if self.log.current is not None:
             self.log.current.footprint.writes.add(cell)
 
-    def need(self, events: Iterable[Event]) -> None:
+    def need(self, events: Iterable[ExecutionEvent]) -> None:
         """The present event could not happen without ``events``."""
         present = self.log.current
         if present is not None:
@@ -190,7 +190,9 @@ class Recorder:
                     needed.append(writer)
         self.need(needed)
 
-    def _known_words(self, address: int, nbytes: int) -> dict[int, tuple[Event | None, int]]:
+    def _known_words(
+        self, address: int, nbytes: int
+    ) -> dict[int, tuple[ExecutionEvent | None, int]]:
         """Return last writer and earlier value of the words that hold ``nbytes`` at an address."""
         found = {}
         for word in range(address & ~7, address + nbytes, 8):
@@ -201,8 +203,8 @@ class Recorder:
 
     def _true_without(
         self,
-        writer: Event,
-        words: dict[int, tuple[Event | None, int]],
+        writer: ExecutionEvent,
+        words: dict[int, tuple[ExecutionEvent | None, int]],
         address: int,
         true: Callable[[Array], Array],
     ) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 from tdcoll.simulator.exhaustive.network import ChosenOrder, RecordedNetwork
 from tdcoll.simulator.exhaustive.recorder import Recorder
-from tdcoll.simulator.exhaustive.search import Cell, Event
+from tdcoll.simulator.exhaustive.search import Cell, ExecutionEvent
 from tdcoll.simulator.network import Network
 from tdcoll.simulator.places import kernel_place
 from tdcoll.simulator.scheduler import Scheduler
@@ -47,8 +47,8 @@ class RecordedScheduler(Scheduler):
         self._recorder = recorder
         self._limited = limited
         self._names: dict[str, int] = {}
-        self._woken_by: dict[Task, set[Event]] = {}
-        self._notified: dict[Hashable, list[Event]] = {}
+        self._woken_by: dict[Task, set[ExecutionEvent]] = {}
+        self._notified: dict[Hashable, list[ExecutionEvent]] = {}
         self._spins: dict[Task, _Spin] = {}
 
     def renew(self, network: Network | None) -> None:
@@ -79,7 +79,7 @@ class RecordedScheduler(Scheduler):
         present = self._recorder.log.current
         self._woken_by[task] = set() if present is None else {present}
 
-    def _contributors(self, keys: Sequence[Hashable]) -> list[Event]:
+    def _contributors(self, keys: Sequence[Hashable]) -> list[ExecutionEvent]:
         """Return what has contributed to exchanges, launches, streams and barriers."""
         found = []
         for key in keys:

@@ -74,7 +74,7 @@ def _portable(cell: Cell) -> Cell:
 
 
 @dataclass(slots=True, eq=False)
-class Event:
+class ExecutionEvent:
     """One step of a process.
 
     Attributes:
@@ -91,7 +91,7 @@ class Event:
     node: int
     footprint: Footprint = field(default_factory=Footprint)
     conditions: dict[Cell, Callable[[], bool]] = field(default_factory=dict)
-    needs: set[Event] = field(default_factory=set)
+    needs: set[ExecutionEvent] = field(default_factory=set)
     number: int = -1
     past: int = 0
 
@@ -100,38 +100,40 @@ class Log:
     """The events of one execution and their order."""
 
     def __init__(self) -> None:
-        self.events: list[Event] = []
-        self.races: list[tuple[Event, Event]] = []
+        self.events: list[ExecutionEvent] = []
+        self.races: list[tuple[ExecutionEvent, ExecutionEvent]] = []
         """Dependent events that nothing else orders, and whose order could be the reverse."""
         self.written: dict[Cell, int] = {}
         """The number of the last event that wrote to or added to a cell."""
-        self.last: dict[Hashable, Event] = {}
+        self.last: dict[Hashable, ExecutionEvent] = {}
         """The last event of each process."""
         self.node = 0
-        self._open: list[Event] = []
-        self._writers: dict[Cell, int] = {}  # sets of events, as in Event.past
+        self._open: list[ExecutionEvent] = []
+        self._writers: dict[Cell, int] = {}  # sets of events, as in ExecutionEvent.past
         self._readers: dict[Cell, int] = {}  # since the last write
         self._adders: dict[Cell, int] = {}  # since the last write
-        self._waiters: dict[Cell, list[Event]] = {}  # that still depend on nothing written since
+        self._waiters: dict[
+            Cell, list[ExecutionEvent]
+        ] = {}  # that still depend on nothing written since
         self._floor = 0
 
     @property
-    def current(self) -> Event | None:
+    def current(self) -> ExecutionEvent | None:
         """The event that happens now; None between the steps of an execution."""
         return self._open[-1] if self._open else None
 
     @property
-    def main(self) -> Event | None:
+    def main(self) -> ExecutionEvent | None:
         """The step that happens now, inside which messages may arrive."""
         return self._open[0] if self._open else None
 
-    def begin(self, process: Hashable) -> Event:
+    def begin(self, process: Hashable) -> ExecutionEvent:
         """A step of ``process`` begins, perhaps inside another one's."""
-        event = Event(process, self.node)
+        event = ExecutionEvent(process, self.node)
         self._open.append(event)
         return event
 
-    def end(self) -> Event:
+    def end(self) -> ExecutionEvent:
         """The present event ends."""
         event = self._open.pop()
         event.number = len(self.events)
@@ -144,14 +146,14 @@ class Log:
         """Let all events so far happen before all later ones."""
         self._floor = (1 << len(self.events)) - 1
 
-    def past_of(self, event: Event) -> int:
+    def past_of(self, event: ExecutionEvent) -> int:
         """Return the set of events that happen before an open event, as far as it has come."""
         past = self._floor
         for each in self._before(event, self._dependent(event)):
             past |= each.past
         return past
 
-    def _order(self, event: Event) -> None:
+    def _order(self, event: ExecutionEvent) -> None:
         """Find what happens before an event, and its races."""
         before = self._before(event, self._dependent(event))
         past = self._floor
@@ -164,7 +166,7 @@ class Log:
                 self.races.append((each, event))
         self._note(event)
 
-    def _before(self, event: Event, dependent: int) -> dict[Event, bool]:
+    def _before(self, event: ExecutionEvent, dependent: int) -> dict[ExecutionEvent, bool]:
         """Return the events that come before ``event``, and whether it could not be otherwise."""
         before = dict.fromkeys(event.needs, True)
         last = self.last.get(event.process)
@@ -174,7 +176,7 @@ class Log:
             before.setdefault(each, False)
         return before
 
-    def _dependent(self, event: Event) -> int:
+    def _dependent(self, event: ExecutionEvent) -> int:
         """Return the set of earlier events on which an event depends."""
         touched = event.footprint
         writers = self._writers
@@ -190,7 +192,7 @@ class Log:
             found |= self._spoiled(cell, event)
         return found
 
-    def _note(self, event: Event) -> None:
+    def _note(self, event: ExecutionEvent) -> None:
         """Note what an event touched."""
         own = 1 << event.number
         touched = event.footprint
@@ -211,7 +213,7 @@ class Log:
                 waiters = self._waiters[cell]
                 self._waiters[cell] = [w for w in waiters if not spoiled >> w.number & 1]
 
-    def _spoiled(self, cell: Cell, event: Event) -> int:
+    def _spoiled(self, cell: Cell, event: ExecutionEvent) -> int:
         """Return the set of earlier events whose waits would not end any more."""
         found = 0
         for waiter in self._waiters.get(cell, ()):
@@ -219,7 +221,7 @@ class Log:
                 found |= 1 << waiter.number
         return found
 
-    def _members(self, clock: int) -> Iterator[Event]:
+    def _members(self, clock: int) -> Iterator[ExecutionEvent]:
         while clock:
             lowest = clock & -clock
             yield self.events[lowest.bit_length() - 1]
@@ -351,7 +353,7 @@ class Search(Schedule):
             self._nodes.pop()
         return False
 
-    def _plan(self, first: Event, second: Event) -> None:
+    def _plan(self, first: ExecutionEvent, second: ExecutionEvent) -> None:
         """Plan an execution in which ``second`` comes before ``first``."""
         if first.node >= len(self._nodes):
             return
