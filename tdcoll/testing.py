@@ -15,8 +15,12 @@ exactly that again, with a timeline if requested::
     explore(case, n_pes=4, seeds=200)
     replay(case, 17, n_pes=4, trace="seed17.json")
 
-With ``races=True`` a run also fails, with a :class:`DataRace`, if nothing orders two accesses to the
-same bytes, even if the bytes were right.
+A run also fails, with a :class:`DataRace`, if nothing orders two accesses to the same bytes, even
+if the bytes were right, unless ``races=False``. :func:`exhaust` runs every schedule that can differ
+from the others, if there are few enough::
+
+    found = exhaust(case, n_pes=2)
+    assert found.exhausted, found
 
 Set ``TRITON_INTERPRET=1`` before triton is first imported. ``docs/simulator.md`` describes the
 model.
@@ -24,11 +28,15 @@ model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import gc
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tdcoll.base import arguments
+from tdcoll.simulator.exhaustive.search import RedundantExecution, Schedule, Search
+from tdcoll.simulator.exhaustive.world import RecordedWorld
 from tdcoll.simulator.machine import Counts
 from tdcoll.simulator.race_report import DataRace
 from tdcoll.simulator.scheduler import Blocked, Deadlock
@@ -40,10 +48,12 @@ __all__ = [
     "Counts",
     "DataRace",
     "Deadlock",
+    "Exhaustion",
     "ExplorationFailed",
     "Failure",
     "Trace",
     "World",
+    "exhaust",
     "explore",
     "first_failure",
     "replay",
@@ -55,26 +65,51 @@ Case = Callable[[World], object]
 
 @dataclass(frozen=True)
 class Failure:
-    """A seed for which a case failed.
+    """A schedule with which a case failed.
 
     Attributes:
-        seed: the seed.
+        seed: the seed that made the schedule; None if :func:`exhaust` chose it.
         error: of the case.
         report: the error with the tasks that raised it, and the schedule's settings.
         options: keyword arguments of :func:`replay` besides the seed.
     """
 
-    seed: int
+    seed: int | None
     error: Exception
     report: str
     options: dict[str, Any] = field(repr=False)
 
     def __str__(self) -> str:
-        options = "".join(f", {name}={value!r}" for name, value in self.options.items())
+        first = [] if self.seed is None else [str(self.seed)]
+        named = [f"{name}={value!r}" for name, value in self.options.items()]
+        name = "failure" if self.seed is None else f"seed{self.seed}"
         return (
-            f"{self.report}\nTo see it again: tdcoll.testing.replay(case, {self.seed}{options}), "
-            f'with trace="seed{self.seed}.json" for a timeline.'
+            f"{self.report}\nTo see it again: tdcoll.testing.replay("
+            f'{", ".join(["case", *first, *named])}), with trace="{name}.json" for a timeline.'
         )
+
+
+@dataclass(frozen=True)
+class Exhaustion:
+    """The result of :func:`exhaust`.
+
+    Attributes:
+        exhausted: every schedule that can differ was run, and none failed.
+        executions: how often the case ran to its end, or failed.
+        redundant: how many more executions were ended, because they could only repeat others.
+        failure: the first failure; None if there is none.
+    """
+
+    exhausted: bool
+    executions: int
+    redundant: int
+    failure: Failure | None
+
+    def __str__(self) -> str:
+        runs = f"{self.executions} execution(s), and {self.redundant} cut short"
+        if self.failure is not None:
+            return f"failed after {runs}: {self.failure}"
+        return f"exhausted by {runs}" if self.exhausted else f"not exhausted by {runs}"
 
 
 class ExplorationFailed(AssertionError):
@@ -86,7 +121,13 @@ class ExplorationFailed(AssertionError):
 
 
 def first_failure(
-    case: Case, *, n_pes: int, seeds: int | Iterable[int] = 100, weak: bool = True, **world: Any
+    case: Case,
+    *,
+    n_pes: int,
+    seeds: int | Iterable[int] = 100,
+    weak: bool = True,
+    races: bool = True,
+    **world: Any,
 ) -> Failure | None:
     """Return the first of ``seeds`` for which ``case`` raises, or None. For tests that a broken
     kernel *is* caught.
@@ -96,6 +137,8 @@ def first_failure(
         n_pes: number of PEs.
         seeds: how many, from 0, or which; at least one.
         weak: messages arrive late and out of order.
+        races: races are failures as well, as for :class:`World`; a run takes 1.5 to 1.9 times as
+            long.
         world: further arguments of :class:`World`.
 
     Raises:
@@ -105,21 +148,34 @@ def first_failure(
     if not chosen:  # a case would pass without being run
         raise ValueError(f"seeds must be at least 1, or name at least one seed; got {seeds!r}")
     for seed in chosen:
-        made = World(n_pes, seed=seed, weak=weak, **world)
+        made = World(n_pes, seed=seed, weak=weak, races=races, **world)
         try:
             case(made)
         except Exception as error:
-            notes = "; ".join(getattr(error, "__notes__", ()))
-            report = f"{made.describe()}: {type(error).__name__}: {error}" + (
-                f" [{notes}]" if notes else ""
-            )
-            options = {"n_pes": n_pes, **({} if weak else {"weak": weak}), **world}
-            return Failure(seed, error, report, options)
+            options = {"n_pes": n_pes, **_not_usual(weak=weak, races=races), **world}
+            return Failure(seed, error, _report(made, error), options)
     return None
 
 
+def _not_usual(**switches: bool) -> dict[str, Any]:
+    """Return the switches that are off, which has to be said."""
+    return {name: switch for name, switch in switches.items() if not switch}
+
+
+def _report(world: World, error: Exception) -> str:
+    notes = "; ".join(getattr(error, "__notes__", ()))
+    report = f"{world.describe()}: {type(error).__name__}: {error}"
+    return f"{report} [{notes}]" if notes else report
+
+
 def explore(
-    case: Case, *, n_pes: int, seeds: int | Iterable[int] = 100, weak: bool = True, **world: Any
+    case: Case,
+    *,
+    n_pes: int,
+    seeds: int | Iterable[int] = 100,
+    weak: bool = True,
+    races: bool = True,
+    **world: Any,
 ) -> None:
     """Run ``case`` for each of ``seeds``. Arguments as for :func:`first_failure`.
 
@@ -128,31 +184,112 @@ def explore(
         ExplorationFailed: the case failed; the message has the seed, the error, and how to replay
             it.
     """
-    failure = first_failure(case, n_pes=n_pes, seeds=seeds, weak=weak, **world)
+    failure = first_failure(case, n_pes=n_pes, seeds=seeds, weak=weak, races=races, **world)
     if failure is not None:
         raise ExplorationFailed(failure) from failure.error
 
 
-def replay(
+def exhaust(
     case: Case,
-    seed: int,
     *,
     n_pes: int,
+    limit: int = 1000,
+    pieces: int = 1,
     weak: bool = True,
+    races: bool = True,
+    **world: Any,
+) -> Exhaustion:
+    """Run ``case`` once for each class of schedules that can differ in their results, until it
+    fails.
+
+    Two schedules are of one class if they differ only in the order of steps and deliveries that
+    touch nothing in common (:mod:`tdcoll.simulator.search`). A case must do the same whenever its
+    schedule is the same.
+
+    Waits don't expire while anything can happen. ``docs/simulator.md`` says what else is left out.
+
+    Args:
+        case: runs something small in the world it is given: few PEs, calls and messages.
+        n_pes: number of PEs.
+        limit: after so many executions, also those that are cut short, the search gives up.
+        pieces: into how many pieces the bytes of each message are cut.
+        weak: messages arrive late and out of order.
+        races: races are failures as well, as for :class:`World`.
+        world: further arguments of :class:`World`, without ``seed``.
+
+    Raises:
+        TypeError, ValueError: an argument is not as described.
+        TdcollError: the case took another course under the same schedule.
+    """
+    arguments.whole("limit", limit, 1)
+    arguments.whole("pieces", pieces, 1)
+    if "seed" in world:
+        raise ValueError(
+            f"seed must be left out, because all schedules are run; got {world['seed']!r}"
+        )
+    search = Search()
+    redundant = 0
+    # A destructor that runs between steps would make another schedule of the same choices.
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        for executions in range(1, limit + 1):
+            made = RecordedWorld(n_pes, search, pieces=pieces, weak=weak, races=races, **world)
+            try:
+                case(made)
+            except RedundantExecution:
+                redundant += 1
+            except Exception as error:
+                options = {"n_pes": n_pes, "schedule": search.choices, "pieces": pieces}
+                options |= {**_not_usual(weak=weak, races=races), **world}
+                failure = Failure(None, error, _report(made, error), options)
+                return Exhaustion(False, executions - redundant, redundant, failure)
+            if not search.advance():
+                return Exhaustion(True, executions - redundant, redundant, None)
+            del made  # otherwise it would outlive its generation
+            gc.collect(0)
+    finally:
+        if collects:
+            gc.enable()
+    return Exhaustion(False, limit - redundant, redundant, None)
+
+
+def replay(
+    case: Case,
+    seed: int | None = None,
+    *,
+    n_pes: int,
+    schedule: Mapping[int, int] | None = None,
+    pieces: int = 1,
+    weak: bool = True,
+    races: bool = True,
     trace: str | Path | None = None,
     **world: Any,
 ) -> World:
-    """Run ``case`` once more with the schedule of ``seed``; its errors are raised.
+    """Run ``case`` once more with the schedule of ``seed``, or with ``schedule``; its errors are
+    raised.
 
     Args:
-        case: as given to :func:`explore`; so are ``n_pes``, ``weak`` and ``world``.
+        case: as given to :func:`explore`; so are ``n_pes``, ``weak``, ``races`` and ``world``.
         seed: from the failure's report.
+        schedule: from the report of a failure of :func:`exhaust`, as are ``pieces``.
         trace: write a timeline there (Chrome trace JSON, for Perfetto), even if the case fails.
 
     Returns:
         The world in which it ran, with its counts and memory.
+
+    Raises:
+        ValueError: both seed and schedule are given, or neither.
     """
-    made = World(n_pes, seed=seed, weak=weak, trace=trace is not None, **world)
+    if (seed is None) == (schedule is None):
+        raise ValueError(
+            f"give either seed or schedule; got seed={seed!r} and schedule={schedule!r}"
+        )
+    options = {"weak": weak, "races": races, "trace": trace is not None, **world}
+    if schedule is None:
+        made = World(n_pes, seed=seed, **options)
+    else:
+        made = RecordedWorld(n_pes, Schedule(schedule), pieces=pieces, **options)
     try:
         case(made)
     finally:

@@ -79,12 +79,13 @@ def show_broken(options, rules, case, **world):
             flush=True,
         )
         try:
-            replay(case(changes), seed, trace=trace, **world)
+            replay(case(changes), seed, trace=trace, races=False, **world)
         except Exception:
             traceback.print_exc()
             return 0
         return f"seed {seed} passes without this rule"
-    failure = first_failure(case(changes), seeds=100, **world)
+    # A race would be reported first; the tutorials show what becomes of it.
+    failure = first_failure(case(changes), seeds=100, races=False, **world)
     if failure is None:
         return "100 seeds pass without this rule"
     print(f"caught with seed {failure.seed}:\n{textwrap.indent(failure.report, '  ')}")

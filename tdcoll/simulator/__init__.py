@@ -15,7 +15,8 @@ From the bottom up:
 - :mod:`.interpreter` hooks it into Triton's interpreter: :mod:`.launcher` for launches,
   :mod:`.builder` for operations, :mod:`.branches` for conditions and threads;
 - :mod:`.world` puts all PEs into one process, with :mod:`.streams`; :mod:`.process` is one process
-  per rank.
+  per rank;
+- :mod:`.exhaustive` runs all schedules of a small case in such a world.
 
 Users reach it through :mod:`tdcoll.testing` and ``launch.sh``; ``docs/simulator.md`` describes the
 model.

@@ -222,6 +222,23 @@ class Races:
                 self._space(begin), begin, end, access, thread.known | actor.own, checked=False
             )
 
+    def waited(
+        self,
+        addresses: Array,
+        nbytes: int,
+        true: Callable[[Array], Array],
+        *,
+        whole: bool,
+        tells: bool,
+    ) -> None:
+        """Called when a wait has looked at words; for :mod:`.exhaustive`.
+
+        Args:
+            true: what the words are waited to be.
+            whole: all of them are waited for together.
+            tells: the program gets their values, and not only whether they are ``true``.
+        """
+
     def _written(self, addresses: Array, nbytes: int) -> list[Access]:
         found: dict[Access, None] = {}
         for begin, end in runs_of(addresses, nbytes):

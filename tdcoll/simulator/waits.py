@@ -294,6 +294,14 @@ def _wait(
             seen[left] = read(addresses[left])
             content[left] = true(seen[left])
             if machine.races is not None:
+                whole = n == 1 or enough is np.all
+                machine.races.waited(
+                    addresses[left],
+                    nbytes,
+                    lambda at: true(read(at)),
+                    whole=whole,
+                    tells=takes or monitor is None,
+                )
                 learn = machine.races.take if takes else machine.races.acquire
                 learn(addresses[left[content[left]]], nbytes)
             left = np.flatnonzero(~content)

@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeVar
 from weakref import WeakValueDictionary
 
 import numpy as np
+import torch
 
 from tdcoll import runtime
 from tdcoll.base import arguments
@@ -266,8 +267,7 @@ class World:
         block = aligned(arguments.byte_count("heap_bytes", heap_bytes))
         buffer = memoryview(mmap.mmap(-1, block * n_pes))  # zeros that cost nothing until touched
         self.memory = Memory(buffer, 0, block, n_pes, puts=puts)
-        self.scheduler = Scheduler(
-            self._policy,
+        self.scheduler = self._make_scheduler(
             backend=backend,
             expire=on_timeout != "raise",
             max_steps=max_steps,
@@ -284,8 +284,8 @@ class World:
             trace=self.trace,
             check_overflow=check_overflow,
         )
-        if races:
-            self._machine.races = Races(self.memory, self.scheduler)
+        self._machine.races = self._make_races(reports=races)
+        if self._machine.races is not None:
             self._machine.bounds.forget = self._machine.races.forget_ordinary
         self._exchanges: dict[Any, dict[int, bytes]] = {}
         self._dead: set[int] = set()
@@ -323,9 +323,7 @@ class World:
 
         scheduler = self.scheduler
         by_threads = not scheduler.switches_in_one_thread
-        network = (
-            Network(self._policy, scheduler.notify_words, scheduler.notify) if self._weak else None
-        )
+        network = self._make_network() if self._weak else None
         scheduler.renew(network)
         self._machine.network = network
         if self._machine.races is not None:
@@ -349,6 +347,15 @@ class World:
             hooks.remove()
         return results
 
+    def _make_scheduler(self, **options: Any) -> Scheduler:
+        return Scheduler(self._policy, **options)
+
+    def _make_network(self) -> Network:
+        return Network(self._policy, self.scheduler.notify_words, self.scheduler.notify)
+
+    def _make_races(self, *, reports: bool) -> Races | None:
+        return Races(self.memory, self.scheduler) if reports else None
+
     def _host_accesses(self) -> AbstractContextManager[Any]:
         """Show the races what hosts do in this thread."""
         races = self._machine.races
@@ -367,6 +374,10 @@ class World:
         pe = host_of(self.scheduler).pe
         self._streams[pe] += 1
         return Stream(self.scheduler, pe, f"stream {self._streams[pe]}")
+
+    def ignore_order_of(self, tensor: torch.Tensor) -> None:
+        """Let :func:`~tdcoll.testing.exhaust` explore no orders of accesses to ``tensor``, because
+        its user knows that results don't depend on them. Otherwise this does nothing."""
 
     def _in_order(self, operation: Callable[[], Any]) -> None:
         """Carry out ``operation`` of the calling host in the stream that it has entered; at once if

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from exploring import first_failure
 from kernel_mutants import Change, installed
 
 import tdcoll
@@ -19,7 +20,7 @@ from benchmarks.registry import load_result
 from benchmarks.soak import Soak
 from tdcoll import runtime
 from tdcoll.base.limits import COLLECTIVES
-from tdcoll.testing import World, first_failure
+from tdcoll.testing import World
 from tdcoll.tools.measure.results import Row
 
 

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from exploring import explore, first_failure
 from ranks import on_ranks
 
 import tdcoll
 import tdcoll.language as tdl
-from tdcoll.testing import World, explore, first_failure
+from tdcoll.testing import World
 
 
 @on_ranks(4, ranks_per_node=2)

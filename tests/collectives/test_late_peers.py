@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from exploring import explore
 from kernel_mutants import AnyChange, Argument, Call, Change, Mutant, dropped, installed
 from tiers import every_eighth, seeds, slow_tier
 
 import tdcoll
 from tdcoll.base.limits import COLLECTIVES
 from tdcoll.calls import plan
-from tdcoll.testing import World, explore
+from tdcoll.testing import World
 
 from .operations import (
     ALL,

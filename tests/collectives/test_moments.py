@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from exploring import explore, first_failure
 from kernel_mutants import (
     AnyChange,
     Argument,
@@ -33,7 +34,7 @@ from tdcoll.calls.collective import spec_of
 from tdcoll.calls.kernel_launch import KernelLaunch
 from tdcoll.calls.plan import Plan
 from tdcoll.simulator.streams import SimulatedSideStream
-from tdcoll.testing import World, explore, first_failure
+from tdcoll.testing import World
 
 from .moments import Happens, OneAtATime, Overwritten, stalls, where
 from .operations import BY_COPIES as SPARSE_BY_COPIES

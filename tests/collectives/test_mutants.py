@@ -6,12 +6,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from exploring import explore
 from fused.matmul.mutants import MUTANTS as MATMULS
 from fused.mutants import MUTANTS as FUSED
 from kernel_mutants import Mutant
 from tiers import every_eighth
-
-from tdcoll.testing import explore
 
 from .sparse_all_reduce.mutants import MUTANTS as SPARSE
 from .suite.algorithm_cases import all_dense

@@ -5,6 +5,7 @@ rows."""
 from __future__ import annotations
 
 import torch
+from exploring import explore
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,7 +13,6 @@ from tdcoll.base.limits import MAX_BLOCKS, SHARED_WARPS
 from tdcoll.calls.plan import Facts
 from tdcoll.fused.policy import NormRows, blocks_of, choose
 from tdcoll.runtime.topology import Topology
-from tdcoll.testing import explore
 
 from .cases import IN_PLACE, OUT_OF_PLACE, ROW_SCALES, Norms
 

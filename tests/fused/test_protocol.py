@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from exploring import explore
 from tiers import seeds, slow_tier
 
 import tdcoll
 from tdcoll.simulator.memory import MemoryView
-from tdcoll.testing import World, explore
+from tdcoll.testing import World
 
 from .cases import (
     ALL_GATHER,

@@ -9,11 +9,12 @@ from typing import Any
 import kernels_of_words as kernels
 import pytest
 import torch
+from exploring import explore, first_failure
 
 from tdcoll import zeros
 from tdcoll.base.errors import CollectiveTimeout
 from tdcoll.calls.monitor import WaitMonitor
-from tdcoll.testing import Deadlock, World, explore, first_failure
+from tdcoll.testing import Deadlock, World
 
 
 def put_and_get(world: World) -> None:

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from exploring import explore, first_failure
 from kernel_mutants import Change, installed
 
 import tdcoll
-from tdcoll.testing import World, explore, first_failure
+from tdcoll.testing import World
 
 from . import group_kernels
 

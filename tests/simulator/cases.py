@@ -7,8 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import protocols
+import racing
 import torch
 import triton.language as tl
+from exploring import first_failure
 from protocols import Steps
 
 import tdcoll
@@ -16,7 +18,7 @@ import tdcoll.language as tdl
 from tdcoll import runtime
 from tdcoll.calls.monitor import WaitMonitor
 from tdcoll.language.jit import jit
-from tdcoll.testing import World, first_failure
+from tdcoll.testing import World
 
 Case = Callable[[World], None]
 
@@ -157,3 +159,57 @@ def spinning(forget: int) -> Case:
         protocols.gather_by_threads[(n,)](buffer, signals, nbytes, call, n, "spin", forget)
 
     return gathering(launch, calls=2)
+
+
+def box_case(launch: Callable[..., None], content: int = 0) -> Case:
+    """A case that hands a box, its result, a source and a flag to ``launch``. PE 1's result must
+    have the first ``content`` numbers."""
+
+    @case
+    def run(pe: int, n: int) -> None:
+        box = tdcoll.zeros(32, torch.int64, name="box")
+        source = tdcoll.zeros(32, torch.int64, name="source")
+        flag = tdcoll.zeros(1, torch.int64, name="flag")
+        out = torch.zeros(32, dtype=torch.int64)
+        tdcoll.barrier()
+        launch(box, out, source, flag, tdcoll.WaitMonitor().words)
+        tdcoll.barrier()
+        assert pe == 0 or torch.equal(out[:content], torch.arange(content)), "the box is not full"
+
+    return run
+
+
+def handed_over(fault: str) -> Case:
+    """PE 1 takes what PE 0 stores in its box."""
+
+    def launch(box: Any, out: Any, source: Any, flag: Any, monitor: Any) -> None:
+        racing.hand_over[(1,)](box, out, flag, monitor, fault)
+
+    return box_case(launch, 32)
+
+
+def put_and_told(fault: str) -> Case:
+    """PE 1 takes what PE 0 puts into its box."""
+
+    def launch(box: Any, out: Any, source: Any, flag: Any, monitor: Any) -> None:
+        racing.put_and_tell[(1,)](box, out, source, flag, monitor, fault)
+
+    return box_case(launch, 32)
+
+
+def around(slots: int) -> Case:
+    """Pieces go around a ring."""
+
+    @case
+    def run(pe: int, n: int) -> None:
+        inbox = tdcoll.zeros((slots, 32), torch.int64, name="inbox")
+        out = tdcoll.zeros((n - 1, 32), torch.int64, name="out")
+        mine = tdcoll.zeros(32, torch.int64, name="mine").fill_(pe)
+        arrived = tdcoll.zeros(n, torch.int64, name="arrived")
+        tdcoll.barrier()
+        racing.ring[(1,)](inbox, out, mine, arrived, tdcoll.WaitMonitor().words, n, slots)
+        tdcoll.barrier()
+        wanted = [(pe - step) % n for step in range(1, n)]
+        assert out[:, 0].tolist() == wanted, "a piece is not the one of its step"
+
+    return run

@@ -13,13 +13,14 @@ import torch
 import triton.language as tl
 import triton.runtime.interpreter as interpreter
 from cases import case, device, on_rows
+from exploring import first_failure
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 import tdcoll
 import tdcoll.language as tdl
 from tdcoll.language.jit import jit
 from tdcoll.simulator import bounds
-from tdcoll.testing import World, first_failure
+from tdcoll.testing import World
 
 ROWS = "bytes 64..72 of pe0.rows, which has 64 bytes"
 LOAD, STORE, WITHIN_ONE = (

@@ -11,12 +11,13 @@ import torch
 import triton
 import triton.language as tl
 from cases import device, gathering, on_rows, wait_once
+from exploring import explore
 
 import tdcoll
 import tdcoll.language as tdl
 from tdcoll import runtime
 from tdcoll.language.jit import jit
-from tdcoll.testing import Deadlock, World, explore
+from tdcoll.testing import Deadlock, World
 
 PUT, SET = tdl.putmem_block, tdl.SIGNAL_SET
 

@@ -22,12 +22,13 @@ from cases import (
     segment,
     spinning,
 )
+from exploring import explore, first_failure
 from protocols import Steps
 from tiers import seeds
 
 import tdcoll
 import tdcoll.language as tdl
-from tdcoll.testing import Deadlock, ExplorationFailed, explore, first_failure
+from tdcoll.testing import Deadlock, ExplorationFailed
 
 CLEAN = [
     Steps(notify="put_signal"),
@@ -140,7 +141,7 @@ def test_grid_that_waits_first_deadlocks_with_one_resident_program() -> None:
 def test_failure_says_how_to_see_it_again() -> None:
     wrong = gather(UNORDERED)
     with pytest.raises(
-        ExplorationFailed, match=r"replay\(case, \d+, n_pes=4, resident=4\)"
+        ExplorationFailed, match=r"replay\(case, \d+, n_pes=4, races=False, resident=4\)"
     ) as raised:
         explore(wrong, n_pes=4, seeds=10, resident=4)
     failure = raised.value.failure
@@ -184,15 +185,15 @@ def test_a_flagged_word_in_two_pieces_is_caught(whole: bool) -> None:
     expect(sent, whole, "words came torn", n_pes=2, seeds=30)
 
 
-def broadcast(ack: bool) -> Case:
-    """Five broadcasts through two slots in turn, of which every rank reads every byte."""
+def broadcast(ack: bool, calls: int = 5) -> Case:
+    """Broadcasts through two slots in turn, of which every rank reads every byte."""
 
     @case
-    def calls(pe: int, n: int) -> None:
+    def run(pe: int, n: int) -> None:
         monitor, buffers = tdcoll.WaitMonitor(), tdcoll.zeros((2, 16), torch.uint8)
         arrived, taken = tdcoll.zeros(2, torch.int64), tdcoll.zeros(n, torch.int64)
         tdcoll.barrier()
-        for call in range(1, 6):
+        for call in range(1, calls + 1):
             slot, wanted = call % 2, segment(0, call, 16)
             if pe == 0:
                 buffers[slot] = wanted
@@ -202,7 +203,7 @@ def broadcast(ack: bool) -> Case:
             monitor.check()
             assert torch.equal(buffers[slot], wanted), f"call {call}: wrong bytes of rank 0"
 
-    return calls
+    return run
 
 
 def test_a_broadcast_without_acknowledgement_is_caught_because_stragglers_lag() -> None:

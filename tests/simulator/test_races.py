@@ -14,7 +14,7 @@ import protocols
 import pytest
 import racing
 import torch
-from cases import Case, case, gather, segment
+from cases import Case, around, case, gather, handed_over, put_and_told, segment
 from test_negative_controls import CAUGHT, CLEAN
 
 import tdcoll
@@ -36,50 +36,6 @@ def lines(race: DataRace) -> set[str]:
     found = [re.search(r"\((\S+?):(\d+)\)", access) for access in race.accesses]
     assert all(found), race
     return {linecache.getline(at[1], int(at[2])).strip() for at in found if at}
-
-
-def box_case(launch: Callable[..., None]) -> Case:
-    """A case that hands a box, its result, a source and a flag to ``launch``."""
-
-    @case
-    def run(pe: int, n: int) -> None:
-        box = tdcoll.zeros(32, torch.int64, name="box")
-        source = tdcoll.zeros(32, torch.int64, name="source")
-        flag = tdcoll.zeros(1, torch.int64, name="flag")
-        out = torch.zeros(32, dtype=torch.int64)
-        tdcoll.barrier()
-        launch(box, out, source, flag, tdcoll.WaitMonitor().words)
-        tdcoll.barrier()
-
-    return run
-
-
-def handed_over(fault: str) -> Case:
-    def launch(box: Any, out: Any, source: Any, flag: Any, monitor: Any) -> None:
-        racing.hand_over[(1,)](box, out, flag, monitor, fault)
-
-    return box_case(launch)
-
-
-def put_and_told(fault: str) -> Case:
-    def launch(box: Any, out: Any, source: Any, flag: Any, monitor: Any) -> None:
-        racing.put_and_tell[(1,)](box, out, source, flag, monitor, fault)
-
-    return box_case(launch)
-
-
-def around(slots: int) -> Case:
-    @case
-    def run(pe: int, n: int) -> None:
-        inbox = tdcoll.zeros((slots, 32), torch.int64, name="inbox")
-        out = tdcoll.zeros((n - 1, 32), torch.int64, name="out")
-        mine = tdcoll.zeros(32, torch.int64, name="mine")
-        arrived = tdcoll.zeros(n, torch.int64, name="arrived")
-        tdcoll.barrier()
-        racing.ring[(1,)](inbox, out, mine, arrived, tdcoll.WaitMonitor().words, n, slots)
-        tdcoll.barrier()
-
-    return run
 
 
 def broadcasts(ack: bool) -> Case:

@@ -13,6 +13,7 @@ import pytest
 import torch
 import triton.language as tl
 from cases import Case, device, expect
+from exploring import explore, first_failure
 from ranks import on_streams
 
 import tdcoll
@@ -23,7 +24,7 @@ from tdcoll.calls import budget
 from tdcoll.calls.budget import Budget
 from tdcoll.calls.implicit import ImplicitContext
 from tdcoll.calls.streams import copy_on_stream, peer_tensor, wait_on_stream, write_on_stream
-from tdcoll.testing import Deadlock, World, explore, first_failure
+from tdcoll.testing import Deadlock, World
 
 N_PES, CALLS, HEAP = 2, 3, 16 << 20
 NBYTES = 4096

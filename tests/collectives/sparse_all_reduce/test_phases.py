@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from exploring import explore
 from kernel_mutants import Change, Inserted, Mutant, dropped, installed
 
 import tdcoll
-from tdcoll.testing import World, explore
+from tdcoll.testing import World
 
 from .calls import PART, ROWS, SENTINEL, make, moved
 from .cases import BOTH, HEAP, Reduces, small_pieces

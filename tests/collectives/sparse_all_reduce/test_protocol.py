@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from exploring import explore
 from tiers import seeds, slow_tier
 
 import tdcoll
 from tdcoll.simulator.pointers import PointerAccess
-from tdcoll.testing import World, explore
+from tdcoll.testing import World
 
 from .cases import GATHER, HEAP, OWNER, TABLES, Reduces, small_pieces, some_part
 from .reference import Rows, coalesce

@@ -16,12 +16,13 @@ from typing import Any
 
 import pytest
 import torch
+from exploring import explore
 from kernel_mutants import Change, Mutant
 
 import tdcoll
 from tdcoll import runtime
 from tdcoll.calls.kernel_launch import KernelLaunch
-from tdcoll.testing import World, explore
+from tdcoll.testing import World
 
 from .calls import make, reduce_and_compare
 from .cases import HEAP, some_part

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from itertools import cycle, groupby
 from typing import Any, NamedTuple
 
@@ -89,6 +90,8 @@ class Calls:
         first: number of the first epoch, and of the first Lamport call.
         others: names of the collectives of calls of the kind ``OTHER``, in turn; none: all others.
         specials: tensors hold special numbers.
+        sets_epochs_aside: the words from which kernels take their epochs have no order to be
+            explored (:meth:`tdcoll.testing.World.ignore_order_of`).
         columns: of the result, if the calls have an epilogue (:mod:`.epilogues`); results whose
             elements it doesn't divide have one row. 0: there is no epilogue.
     """
@@ -110,6 +113,7 @@ class Calls:
     others: Sequence[str] = ()
     specials: bool = False
     columns: int = 0
+    sets_epochs_aside: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.algorithms, str):
@@ -132,7 +136,7 @@ class Calls:
         return f"{self.spec.name} {' '.join(self.algorithms)} [{kinds}] {more or ''}".rstrip()
 
     def __call__(self, world: tdcoll.testing.World) -> None:
-        world.run(self.host)
+        world.run(partial(self.host, world=world))
 
     @property
     def tensor_dtype(self) -> torch.dtype:
@@ -147,7 +151,7 @@ class Calls:
             return special(owner, count, self.tensor_dtype)
         return values(owner, call, count, self.tensor_dtype)
 
-    def context(self) -> tdcoll.CollectiveContext:
+    def context(self, world: tdcoll.testing.World | None = None) -> tdcoll.CollectiveContext:
         """A context for the calls, whose numbers begin with ``first``."""
         room = self.max_bytes_per_rank
         if room is None:
@@ -163,6 +167,8 @@ class Calls:
             controls.append(ctx.device_lamport.control)
         for control in controls:
             control.fill_((self.first - 1) << EPOCH_SHIFT.value)
+            if world is not None and self.sets_epochs_aside:
+                world.ignore_order_of(control)
         if self.first > 1:
             tdcoll.barrier(self.group)
         return ctx
@@ -175,12 +181,12 @@ class Calls:
         size = 17 + self.offset + max(self.counts) * segments
         return tdcoll.empty((size,), self.tensor_dtype, group=self.group, name="shared")
 
-    def host(self, pe: int) -> None:
-        """Run on one rank of a job."""
+    def host(self, pe: int, world: tdcoll.testing.World | None = None) -> None:
+        """Run on one rank of a job, or of a ``world``."""
         if self.group is not None and pe not in self.group:
             return
         used = tdcoll.heap_info().used
-        with self.context() as ctx:
+        with self.context(world) as ctx:
             shared = self.shared_memory(ctx)
             made = [(call, self.make(ctx, call, shared)) for call in self.sequence(ctx)]
             ctx.check()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from exploring import explore
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from landings import facts_on, make_facts
@@ -25,7 +26,7 @@ from tdcoll.calls.spec import Collective
 from tdcoll.calls.tuning import SIMULATOR, Entry, Section, Table
 from tdcoll.primitives.group import EPOCH_SHIFT
 from tdcoll.primitives.reduce import OPERATIONS_OF
-from tdcoll.testing import World, explore
+from tdcoll.testing import World
 
 from .algorithm_cases import topology_of
 from .calls import Calls

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from exploring import explore
 from tiers import parameters
 
 from tdcoll.primitives.reduce import OPERATIONS_OF
-from tdcoll.testing import explore
 
 from .algorithm_cases import AlgorithmCase, Dense, job
 from .calls import Calls

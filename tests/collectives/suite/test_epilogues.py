@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from exploring import explore
 from tiers import parameters, seeds
 
 from tdcoll.primitives.reduce import ACCUMULATORS, OPERATIONS_OF
-from tdcoll.testing import explore
 
 from .algorithm_cases import AlgorithmCase, Nodes, cases_of, job
 from .calls import Calls

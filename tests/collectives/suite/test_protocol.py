@@ -9,13 +9,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from exploring import explore
 from tiers import parameters, seeds
 
 import tdcoll
 from tdcoll.base.limits import COLLECTIVES
 from tdcoll.primitives.words import RANKS_OF_ONE_WAIT
 from tdcoll.simulator.memory import MemoryView
-from tdcoll.testing import World, explore
+from tdcoll.testing import World
 
 from .algorithm_cases import (
     HEAP,

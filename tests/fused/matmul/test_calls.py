@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from exploring import explore
 from tiers import seeds, slow_tier
 
 import tdcoll
@@ -21,7 +22,7 @@ from tdcoll.fused.matmul.policy import (
     Cut,
     MatmulPlan,
 )
-from tdcoll.testing import World, explore
+from tdcoll.testing import World
 
 from .calls import Calls, calls_by
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 from collectives.moments import Happens, OneAtATime, bring, where
 from collectives.operations import Calls, Operation, Tensors
+from exploring import explore, first_failure
 from kernel_mutants import AnyChange, Call, Change, Moved, installed
 from tiers import slow_tier
 
@@ -25,7 +26,7 @@ from tdcoll.fused.matmul import copies
 from tdcoll.fused.matmul.policy import GATHER, Cut, MatmulPlan
 from tdcoll.job import lifecycle
 from tdcoll.simulator.streams import Stream
-from tdcoll.testing import World, explore, first_failure
+from tdcoll.testing import World
 
 from .calls import Calls as MatmulCalls
 from .calls import calls_by

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from exploring import explore
 from tiers import seeds
 
 import tdcoll
 from tdcoll.base.errors import RankMismatchError
 from tdcoll.fused.matmul.policy import ALGORITHMS, GATHER, NAMES, SCATTER
-from tdcoll.testing import World, explore
+from tdcoll.testing import World
 
 from .calls import Call, Calls, calls_by
 from .cases import Residual, add_residual, negate

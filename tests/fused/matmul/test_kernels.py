@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from exploring import explore
 from tiers import seeds, slow_tier
 
 import tdcoll
 from tdcoll.fused.matmul.launches import Cut
-from tdcoll.testing import World, explore
+from tdcoll.testing import World
 
 from .cases import DEEP, Gather, Matmuls, Reduce, Scatter
 

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from exploring import explore, first_failure
 from kernel_mutants import AnyChange, dropped, installed, no_wait
 from tiers import seeds, slow_tier
 
 import tdcoll
 from tdcoll.fused.matmul.policy import ALGORITHMS, GATHER, REDUCE, SCATTER
 from tdcoll.fused.matmul.prepared import PreparedMatmul
-from tdcoll.testing import World, explore, first_failure
+from tdcoll.testing import World
 
 from .calls import Call, Calls, calls_by
 from .mutants import ONE_SLOT
