@@ -131,22 +131,23 @@ def test_as_a_job(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "simulator.md").read_text(encoding="utf-8")
-EXAMPLE, STREAMS = re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S)
+EXAMPLE, ALL_SCHEDULES, STREAMS = re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S)
 
 
 def test_example_of_the_page(tmp_path, capsys):
     file = tmp_path / "ring_example.py"  # a file, because Triton reads the source of kernels
-    file.write_text(EXAMPLE, encoding="utf-8")
+    file.write_text(f"{EXAMPLE}\n{ALL_SCHEDULES}", encoding="utf-8")
     found = runpy.run_path(str(file))
     found["test_ring"]()
     found["test_ring_needs_its_fence"]()
+    found["test_ring_in_all_schedules"]()
     printed = capsys.readouterr().out
     assert re.search(
         r"seed \d+, weak, .*AssertionError: call \d: \[.*\] should be \[\d\] \[raised by", printed
     )
     (shown,) = re.findall(r"^seed 0, .*(should be \[\d\] \[raised by pe\d host\])", PAGE, re.M)
     assert shown in printed
-    assert re.search(r"replay\(case, \d+, n_pes=4\), with trace=", printed)
+    assert re.search(r"replay\(case, \d+, n_pes=4, races=False\), with trace=", printed)
 
 
 def test_streams_of_the_page():

@@ -73,7 +73,8 @@ def test_table_is_complete(name: str) -> None:
         assert kind in ("ptr", "ptr64", "size", "pe", "int", "u64", "value", "constant")
         assert (parameter == "pe") == (kind == "pe")
         assert kind == "ptr64" or parameter not in ("sig_addr", "signals", "monitor", "counter")
-    assert f"| `{function.signature}` |" in (ROOT / "docs/functions.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/functions.md").read_text(encoding="utf-8")
+    assert f"\n`{function.signature}`\n: `{function.prototype}`\n" in page
 
 
 def test_signature_of_a_function_with_defaults() -> None:
