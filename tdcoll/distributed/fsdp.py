@@ -17,6 +17,7 @@ engines, which leave the multiprocessors to the matmuls beside them::
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Sequence
 from types import TracebackType
@@ -331,13 +332,16 @@ class FsdpCommunication:
         for group, collectives in zip(self._groups, self._defaults, strict=True):
             group.collectives = collectives
         job = self._job
-        for context in self._contexts:
-            context.close()
-        if not (job.closed or job.failed):
-            for buffers in self._buffers:
-                job.release(buffers)
-        self._buffers.clear()
-        self._give_blocks_back()
+        try:
+            with contextlib.ExitStack() as contexts:  # closes all, also if one raises
+                for context in reversed(self._contexts):
+                    contexts.callback(context.close)
+            if not (job.closed or job.failed):
+                for buffers in self._buffers:
+                    job.release(buffers)
+        finally:
+            self._buffers.clear()
+            self._give_blocks_back()
 
     def __enter__(self) -> Self:
         return self

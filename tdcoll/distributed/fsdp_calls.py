@@ -9,7 +9,7 @@ drops the memory when it has let both of its own streams wait for that copy. It 
 the memory of a reduce-scatter, on one stream.
 
 **The ring.** All-gathers of a set of ranks take the buffers of one :class:`Ring` in turn: the k-th
-call uses buffer k mod n, whatever its size. A buffer is chosen by the number of calls made before,
+call uses buffer k mod n, whatever its size. A buffer is chosen by the number of calls before it,
 so all ranks choose the same one, because they make the same calls in the same order. That is what
 an all-gather in place needs: the buffer has the same offset on every rank. An allocation for which
 no call has come (a copy failed in between) doesn't count.
@@ -29,8 +29,12 @@ and a rank enters it behind its copy-in.
   it waits for that stream first.
 - A peer's buffer is written when that peer has entered call k + n, behind its own copy-in.
 
-If FSDP2 still holds the memory, the ring raises an error. To wait wouldn't help, and the peers use
-this buffer and no other.
+**If FSDP2 still holds the memory,** the call goes through the group, into ordinary memory, and takes
+the buffer's turn. FSDP2 holds more results at a time if modules are prefetched by the user. It also
+holds that of a module which it has prefetched for the backward pass in vain, because the module takes
+no part in it, until that pass ends. What FSDP2 holds follows from the order of its calls on the host,
+which is the same on all ranks. If ranks differed nevertheless, those that use the buffer would wait
+for the others until their deadline, and nothing would be overwritten.
 
 **Reduce-scatters** need no ring: their data lands in the inbox of their context, so their input and
 output are memory of PyTorch's allocator. (The output becomes the gradient, which lives on.)
@@ -42,6 +46,7 @@ the other. FSDP2 makes the calls of both in one order on all ranks.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -64,6 +69,14 @@ from tdcoll.distributed.arithmetic import PREMULTIPLIED, operation
 from tdcoll.distributed.work import StreamWork, completed
 from tdcoll.primitives.epilogue import Factor, times_factor
 from tdcoll.primitives.reduce import OPERATIONS_OF
+
+_log = logging.getLogger("tdcoll")
+
+_HELD = (
+    "FSDP2 holds what was gathered into all %d buffers, so some all-gathers go through the group. If "
+    "you prefetch modules, pass tdcoll.distributed.fsdp.use(model, buffers=%d), or more. A module that "
+    "takes no part in the backward pass has the same effect"
+)
 
 
 class _Buffer:
@@ -99,44 +112,53 @@ class Ring:
 
     Attributes:
         ctx: As passed.
-        calls: All-gathers made.
+        calls: All-gathers made into buffers.
+        turns: The same, and those that went through the group in a buffer's turn.
     """
 
     def __init__(self, ctx: CollectiveContext, buffers: torch.Tensor, algorithm: str) -> None:
         self.ctx = ctx
         self.calls = 0
+        self.turns = 0
         self._algorithm = algorithm
         self._nbytes = buffers.shape[1]
         self._buffers = [_Buffer(buffer.data_ptr()) for buffer in buffers]
         self._side_stream: Any = None
+        self._has_warned = False
 
     @property
     def _next(self) -> _Buffer:
-        return self._buffers[self.calls % len(self._buffers)]
+        return self._buffers[self.turns % len(self._buffers)]
 
     def takes(self, nbytes: int) -> bool:
         """Return whether the buffers are large enough. All ranks agree, because FSDP2 pads
         shards."""
         return nbytes <= self._nbytes
 
-    def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """``-> [numel]``: the buffer of the next call, on the current stream.
+    def owns(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor begins where a buffer does."""
+        return any(tensor.data_ptr() == buffer.address for buffer in self._buffers)
+
+    def skip(self) -> None:
+        """Give the turn of the next buffer to a call that goes through the group."""
+        self.turns += 1
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """``-> [numel]``: the buffer of the next call, on the current stream; None if FSDP2 still
+        holds its memory.
 
         Raises:
             NotInitializedError: The job has ended, and its symmetric memory with it.
-            ContextError: FSDP2 still holds the memory.
         """
         ctx = self.ctx
         if ctx.job.closed:
             raise NotInitializedError(f"all-gather of FSDP2: {ctx.job.why_closed}")
         buffer = self._next
         if buffer.in_use:
-            number = len(self._buffers)
-            raise ContextError(
-                f"all-gather of FSDP2: all {number} buffers hold parameters that have not been "
-                f"copied out yet, because more modules are unsharded ahead; pass "
-                f"tdcoll.distributed.fsdp.use(model, buffers={number + 1}), or more"
-            )
+            if not self._has_warned:
+                self._has_warned = True
+                _log.warning(_HELD, len(self._buffers), len(self._buffers) + 1)
+            return None
         if ctx.device.type == "cuda":
             current = torch.cuda.current_stream(ctx.device)
             if buffer.gathered is not None:
@@ -181,6 +203,7 @@ class Ring:
         options = CollectiveOptions(algorithm=algorithm, in_place=True)
         run(ALL_GATHER, (out,), options, None, self.ctx, ("output_tensor", "output_tensor"))
         self.calls += 1
+        self.turns += 1
         if self.ctx.device.type == "cuda":
             if buffer.gathered is None:
                 buffer.gathered = torch.cuda.Event()
@@ -272,14 +295,18 @@ class AllGather:
     ) -> torch.Tensor:
         """``-> [*size]``: memory that the next all-gather gathers into.
 
-        It is ordinary memory if the parameters have become larger than the buffers.
+        It is ordinary memory if the parameters have become larger than the buffers, or FSDP2 still
+        holds what was gathered into the next one.
         """
         numel = torch.Size(size).numel()
         ring = self._channels.rings.get(self._channels.ranks_of(self._group.gather_group))
         if ring is None or not ring.takes(numel * dtype.itemsize):
             ordinary: torch.Tensor = self._default.allocate(size, dtype=dtype, device=device)
             return ordinary
-        return ring.allocate(numel, dtype)
+        made = ring.allocate(numel, dtype)
+        if made is None:
+            made = self._default.allocate(size, dtype=dtype, device=device)
+        return made
 
     def __call__(
         self,
@@ -292,6 +319,9 @@ class AllGather:
         ``output_tensor``."""
         ring = self._channels.rings.get(self._channels.ranks_of(group))
         if ring is None or not ring.takes(output_tensor.nbytes):
+            return self._default(output_tensor, input_tensor, group, async_op)
+        if not ring.owns(output_tensor):
+            ring.skip()
             return self._default(output_tensor, input_tensor, group, async_op)
         return ring.gather(output_tensor, async_op)
 

@@ -85,10 +85,11 @@ def error_of_fallback(work: Any) -> Exception | None:
     """Return the error of a complete work of the fallback backend; None if it has none or isn't
     complete.
 
-    ``work.exception()`` isn't asked: in PyTorch 2.11 it raises TypeError, because its result has no
-    Python type there.
+    Neither ``work.exception()`` nor ``work.is_success()`` is asked. The first raises TypeError in
+    PyTorch 2.11, because its result has no Python type there, and the second isn't implemented by
+    NCCL. A complete work's ``wait()`` doesn't block.
     """
-    if not work.is_completed() or work.is_success():
+    if not work.is_completed():
         return None
     try:
         work.wait()

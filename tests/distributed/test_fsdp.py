@@ -241,14 +241,37 @@ def test_memory_that_is_held_is_not_handed_out() -> None:
         ring = ring_of()
         held = gather(ring, 0).view(2, 4)[1:]
         gather(ring, 1)
-        with pytest.raises(tdcoll.ContextError, match=r"buffers=3\)"):
-            ring.allocate(8, torch.float32)
+        assert ring.allocate(8, torch.float32) is None
         assert held[0, 0] == 10
         ring._buffers[0].storage = None  # the protection
         gather(ring, 2)
         assert held[0, 0] == 210
 
     World(2).run(host)
+
+
+def test_a_call_through_the_group_takes_the_turn_of_a_buffer_that_is_held(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """So the others are used on. A warning says it once, on each rank."""
+
+    def host(pe: int) -> None:
+        ring = ring_of()
+        held = [gather(ring, 0)]
+        is_right(gather(ring, 1), 1)
+        for call in (2, 4):
+            assert ring.allocate(8, torch.float32) is None
+            assert not ring.owns(torch.empty(8))
+            ring.skip()
+            is_right(gather(ring, call), call)
+        is_right(held.pop(), 0)
+        is_right(gather(ring, 5), 5)
+        assert (ring.calls, ring.turns) == (5, 7)
+
+    World(2).run(host)
+    lines = [line for line in caplog.messages if "holds what was gathered" in line]
+    assert len(lines) == 2
+    assert "buffers=3)" in lines[0]
 
 
 def test_an_allocation_without_a_call_takes_no_turn() -> None:

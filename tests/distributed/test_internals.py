@@ -161,7 +161,7 @@ def test_wrappers_are_found_without_a_walk(monkeypatch) -> None:
 
 
 class OldWork:
-    """A work of the fallback backend as PyTorch 2.11 has it: its error can't be asked for, and only
+    """A work of the fallback backend as NCCL and PyTorch 2.11 have it: its error can't be asked for, and only
     ``synchronize`` orders the current stream behind it when its future is complete."""
 
     def __init__(self, error: Exception | None, complete: bool = True) -> None:
@@ -173,7 +173,7 @@ class OldWork:
         return self.complete
 
     def is_success(self) -> bool:
-        return self.error is None
+        raise NotImplementedError("WorkNCCL::isSuccess() is deprecated")
 
     def exception(self) -> None:
         raise TypeError("Unregistered type : std::__exception_ptr::exception_ptr")

@@ -64,9 +64,9 @@ def all_reduce(
             contiguous, on the context's device, and don't overlap ``out``. All ranks must pass
             equal values, because one rank may compute what all ranks get.
         out_dtype: the dtype of the result, to which sums, through the epilogue, are rounded once:
-            fp32, bf16, fp16 or fp8, for a ``tensor`` of one of these. If it isn't the dtype of
-            ``tensor``, ranks send fp32, ``out`` must not overlap ``tensor``, and ``symmetric`` must
-            be False. The call has no derivative. None: the dtype of ``tensor``.
+            fp32, bf16, fp16 or fp8, for a ``tensor`` of one of these. The call then has no
+            derivative. If it isn't the dtype of ``tensor``, ranks send fp32, ``out`` must not
+            overlap ``tensor``, and ``symmetric`` must be False. None: the dtype of ``tensor``.
 
     Returns:
         ``out``, or a new ordinary tensor.
