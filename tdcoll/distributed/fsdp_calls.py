@@ -32,8 +32,8 @@ and a rank enters it behind its copy-in.
 **If FSDP2 still holds the memory,** the call goes through the group, into ordinary memory, and takes
 the buffer's turn. FSDP2 holds more results at a time if modules are prefetched by the user. It also
 holds that of a module which it has prefetched for the backward pass in vain, because the module takes
-no part in it, until that pass ends. What FSDP2 holds follows from the order of its calls on the host,
-which is the same on all ranks. If ranks differed nevertheless, those that use the buffer would wait
+no part in it, until that pass ends. The order of FSDP2's calls on the host decides what it holds, and
+is the same on all ranks. If ranks differed nevertheless, those that use the buffer would wait
 for the others until their deadline, and nothing would be overwritten.
 
 **Reduce-scatters** need no ring: their data lands in the inbox of their context, so their input and

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What :func:`tdcoll.ops.fuse` has replaced in a graph, what it has seen and left, and why."""
+"""The patterns that :func:`tdcoll.ops.fuse` has replaced in a graph, and those that it has left, with
+the reason."""
 
 from __future__ import annotations
 
