@@ -81,7 +81,8 @@ def use(
         model: One to which ``fully_shard`` was applied, or whose modules it was applied to;
             compiled or not.
         buffers: How many gathered results FSDP2 may hold at a time, at least 2. Default: as many
-            as the model's prefetching takes as it is set now.
+            as one module prefetches, as it is set now, and one more. Gathers for which no buffer is
+            free go through the group.
         all_gather: An algorithm of :func:`tdcoll.all_gather_`. ``"auto"``: copy engines for large
             ones.
         reduce_scatter: An algorithm of :func:`tdcoll.reduce_scatter`. ``"auto"``: copy engines and
@@ -180,9 +181,12 @@ def _facts_of(
     """Return what the ranks of a mesh must agree on, by module."""
     facts: dict[str, str] = {}
     for number, group in enumerate(groups):
-        if ranks in map(channels.ranks_of, group.gather_groups):
+        members = [channels.ranks_of(gathers) for gathers in group.gather_groups]
+        if ranks in members:
+            sizes = " and ".join(str(len(each)) for each in members)
             facts[f"module {number} ({group.name})"] = (
-                f"gathers {group.gathered_bytes} bytes and scatters {group.scattered_bytes}"
+                f"gathers {group.gathered_bytes} bytes over {sizes} ranks and scatters "
+                f"{group.scattered_bytes}"
             )
     return {"modules": str(len(facts)), **facts}
 

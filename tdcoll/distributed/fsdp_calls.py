@@ -131,9 +131,9 @@ class Ring:
         return self._buffers[self.turns % len(self._buffers)]
 
     def takes(self, nbytes: int) -> bool:
-        """Return whether the buffers are large enough. All ranks agree, because FSDP2 pads
-        shards."""
-        return nbytes <= self._nbytes
+        """Return whether there is something to gather, and the buffers are large enough. All ranks
+        agree, because FSDP2 pads shards."""
+        return 0 < nbytes <= self._nbytes
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor begins where a buffer does."""

@@ -141,7 +141,7 @@ class MatmulOperation(FusedOperation):
         plan = policy.plan_of(shape, world, ALGORITHMS[self.name][0], keeps=False)
         most = heap_bytes // (4 * world)
         wanted = (policy.inbox_bytes(shape, plan, world), _tuned_bytes(shape, world))
-        fitting = [nbytes for nbytes in wanted if nbytes <= most]
+        fitting = [nbytes for nbytes in wanted if 0 < nbytes <= most]  # 0: no tuned tile, no rows
         segment = shape.nbytes // world
         if self.name != GATHER:
             result_bytes = shape.rows * shape.columns * self._widest_itemsize(request, shape)

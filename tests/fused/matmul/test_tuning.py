@@ -14,11 +14,15 @@ import pytest
 import torch
 
 import tdcoll
+from tdcoll import runtime
 from tdcoll.base import limits
 from tdcoll.calls.collective import spec_of
+from tdcoll.calls.operation import Request
 from tdcoll.calls.plan import Facts
 from tdcoll.calls.tuning import SIMULATOR, Entry, Section, Table
 from tdcoll.fused.matmul.explanation import explain_matmul
+from tdcoll.fused.matmul.op import OPERATIONS
+from tdcoll.fused.matmul.operation import MatmulOptions
 from tdcoll.fused.matmul.policy import (
     ALGORITHMS,
     COMPOSED,
@@ -319,3 +323,17 @@ def test_fields_of_entries_are_those_of_files() -> None:
     known = {field.name for field in dataclasses.fields(Entry)} - {"up_to", "algorithm"}
     dense = {"chunks", "chunk", "num_warps", "blocks"}
     assert known == dense | {"tile", "num_stages", "num_warps", "pushers", "lag"}
+
+
+@pytest.mark.parametrize("name", [GATHER, SCATTER])
+def test_contexts_have_room_for_two_parts_where_one_kernel_has_none(name: str) -> None:
+    """Without an entry of a table, and if the inbox of one kernel doesn't fit into the heap."""
+
+    def host(pe: int) -> None:
+        x = torch.zeros(1024, 4096 if name == GATHER else 64, dtype=torch.float16)
+        weight = torch.zeros(64 if name == GATHER else 4096, x.shape[1], dtype=torch.float16)
+        request = Request((x, weight), MatmulOptions())
+        size = OPERATIONS[name]._size(request, runtime.current(), (0, 1))
+        assert size.inbox_bytes > 1 << 16
+
+    World(2, heap_bytes=4 << 20).run(host)
